@@ -24,7 +24,7 @@ from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
 from lightning_perf.diagnosis.report import document, report_page
-from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup
+from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup, Step
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.flops import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
@@ -247,7 +247,7 @@ class Diagnosis(WindowCallback):
         if stage == "train":
             first = next((record.seconds for record in records if record.first), None)
             steps = [
-                (
+                Step(
                     nan if record.slowed else record.seconds,
                     nan if record.cost is None else record.cost.total,
                     record.begins_epoch,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from lightning_perf.callbacks.factory import written_callbacks
 from lightning_perf.checks import flag, is_list, name_arguments, whole
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, did_you_mean
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hooks import ENDS
 
@@ -223,9 +224,9 @@ def from_environment(value: str) -> list[EnvironmentSuite]:
 
 
 def _read(value: str) -> list[PerfCallback]:
+    content = written_callbacks(value)
     from jsonargparse import ArgumentError, ArgumentParser
 
-    content = written_callbacks(value)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callbacks", type=list[PerfCallback])
     try:
@@ -240,4 +241,8 @@ def _read(value: str) -> list[PerfCallback]:
 
 def _unusable(value: str, error: Exception) -> ConfigError:
     why = " ".join(str(error).split()).rstrip(".")
+    if wrong := re.search(r"module 'lightning_perf' has no attribute '(\w+)'", why):
+        from lightning_perf import __all__ as names
+
+        why = f"there is no lightning_perf.{wrong[1]}. {did_you_mean(wrong[1], names)}".strip(". ")
     return ConfigError(_VARIABLE, value, f"cannot be used: {why}", None)

@@ -54,17 +54,17 @@ def command(*arguments: Argument) -> Callable[[Callable[..., int]], Command]:
     return partial(Command, arguments)
 
 
-def argument(name: str, what: str, **options: Any) -> Argument:
+def argument(name: str, text: str, **options: Any) -> Argument:
     """An argument of a command, with further options of ``argparse``."""
-    what = what.replace("%", "%%")
+    text = text.replace("%", "%%")
     if options.get("default") is not None:
-        what += " (default: %(default)s)"
-    return name, {"help": what, **options}
+        text += " (default: %(default)s)"
+    return name, {"help": text, **options}
 
 
-def flag(name: str, what: str) -> Argument:
+def flag(name: str, text: str) -> Argument:
     """An option without a value."""
-    return name, {"action": "store_true", "help": what}
+    return name, {"action": "store_true", "help": text}
 
 
 #: Options of several commands.

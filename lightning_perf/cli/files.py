@@ -113,17 +113,17 @@ def _summarize(path: Path, json: bool) -> None:
         console.print(f"Note: {note}.", soft_wrap=True)
 
 
-def _folder(what: str, tracking_uri: str | None, scratch: Path) -> Path:
+def _folder(target: str, tracking_uri: str | None, scratch: Path) -> Path:
     """The folder with the traces; those of a run in MLflow are downloaded."""
-    if Path(what).is_dir():
-        return Path(what)
+    if Path(target).is_dir():
+        return Path(target)
     from lightning_perf.traces.combine import TRACE_NAME
     from lightning_perf.tracking.runs import download
 
     try:
-        download(what, tracking_uri, scratch, TRACE_NAME)
+        download(target, tracking_uri, scratch, TRACE_NAME)
     except LookupError as error:
-        raise Failure(f"there is no folder {what}, and {error}") from error
+        raise Failure(f"there is no folder {target}, and {error}") from error
     return scratch
 
 
@@ -143,7 +143,7 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         combine.align(traces)
         progress.update(task, description="writing")
         events = combine.write(traces, target, lambda: progress.advance(task))
-    found = combine.collectives(traces)
+    collectives = combine.collectives(traces)
     there = {trace.rank for trace in traces}
     missing = [rank for rank in range(traces[0].head["world_size"]) if rank not in there]
     if json:
@@ -155,9 +155,9 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
                 for trace in traces
             ],
             "collectives": [
-                {"name": each.name, "number": each.number, "last_rank": each.last,
-                 "waited_us": each.waited}
-                for each in found
+                {"name": collective.name, "number": collective.number, "last_rank": collective.last,
+                 "waited_us": collective.waited}
+                for collective in collectives
             ],
         })  # fmt: skip
         return
@@ -175,7 +175,7 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         text = f"shifted by {duration(shift / 1e6)}" if shift else "not shifted"
         error = duration(trace.error / 1e6)
         console.print(f"rank {trace.rank}: clock {text}, residual error {error}")
-    _show_collectives(console, found, len(traces))
+    _show_collectives(console, collectives, len(traces))
 
 
 def _shift(trace: RankTrace, first: RankTrace) -> float:
@@ -183,22 +183,22 @@ def _shift(trace: RankTrace, first: RankTrace) -> float:
     return trace.shift - (trace.base - first.base)
 
 
-def _show_collectives(console: Console, found: Sequence[Collective], ranks: int) -> None:
+def _show_collectives(console: Console, collectives: Sequence[Collective], ranks: int) -> None:
     from rich.table import Table
 
-    if not found:
+    if not collectives:
         console.print("No collectives in these traces.")
         return
     table = Table("collective", "last rank", "the others waited (median)", title="Longest waits")
-    for each in found[:_MOST_SHOWN]:
-        others = [wait for rank, wait in each.waited.items() if rank != each.last]
+    for collective in collectives[:_MOST_SHOWN]:
+        others = [wait for rank, wait in collective.waited.items() if rank != collective.last]
         waited = duration(median(others) / 1e6)
-        table.add_row(f"{each.name} #{each.number}", f"rank {each.last}", waited)
+        table.add_row(f"{collective.name} #{collective.number}", f"rank {collective.last}", waited)
     console.print(table)
-    ((most, times),) = Counter(each.last for each in found).most_common(1)
-    share = times / len(found)
+    ((most, times),) = Counter(collective.last for collective in collectives).most_common(1)
+    share = times / len(collectives)
     console.print(
-        f"Rank {most} came last to {share:.0%} of {len(found)} collectives of {ranks} ranks."
+        f"Rank {most} came last to {share:.0%} of {len(collectives)} collectives of {ranks} ranks."
     )
 
 
@@ -254,7 +254,7 @@ def upload(
             sent += _send_all(place, send, forgotten)
         except OSError as failed:  # those of other folders are sent nevertheless
             unread.append(failed)
-    sent += ((str(each.filename), f"{each.strerror}; no list here was read") for each in unread)
+    sent += ((str(error.filename), f"{error.strerror}; no list here was read") for error in unread)
     for path, error in sent:
         if error:
             gone = "the file is missing and was removed from the list"

@@ -54,17 +54,17 @@ def doctor(json: bool) -> int:
 
     Says which feature lacks which package.
     """
-    found = [*_packages(), *_hardware(), *_setup()]
+    findings = [*_packages(), *_hardware(), *_setup()]
     if json:
-        print_json([each._asdict() for each in found])
+        print_json([finding._asdict() for finding in findings])
     else:
         console, part = new_console(soft_wrap=True), ""
-        for each in found:
-            if each.part != part:
-                console.print(part := each.part, style="bold")
-            state = "" if each.state == "ok" else f"{each.state}: "
-            console.print(f"  {each.name}: {state}{each.value}", style=_STYLES[each.state])
-    return 1 if any(each.state == "error" for each in found) else 0
+        for finding in findings:
+            if finding.part != part:
+                console.print(part := finding.part, style="bold")
+            state = "" if finding.state == "ok" else f"{finding.state}: "
+            console.print(f"  {finding.name}: {state}{finding.value}", style=_STYLES[finding.state])
+    return 1 if any(finding.state == "error" for finding in findings) else 0
 
 
 def _packages() -> Iterator[Finding]:
@@ -91,10 +91,10 @@ def _supported() -> dict[str, SpecifierSet]:
     from packaging.requirements import Requirement
 
     try:
-        required = [Requirement(each) for each in requires("lightning_perf") or ()]
+        required = [Requirement(text) for text in requires("lightning_perf") or ()]
     except PackageNotFoundError:  # a source tree that is not installed
         return {}
-    versions = {each.name: each.specifier for each in required}
+    versions = {requirement.name: requirement.specifier for requirement in required}
     return versions | {"pytorch-lightning": versions["lightning"]}
 
 
@@ -138,7 +138,7 @@ def _setup() -> Iterator[Finding]:
     text = f"{folder} is {'' if usable else 'not '}writable"
     yield Finding("set-up", "working directory", text, "ok" if usable else "error")
     for group in _GROUPS:
-        here = any(each.name == "lightning_perf" for each in entry_points(group=group))
+        here = any(entry.name == "lightning_perf" for entry in entry_points(group=group))
         value = "installed" if here else "not installed: LIGHTNING_PERF has no effect"
         yield Finding("set-up", group, value, "ok" if here else "error")
     yield Finding("set-up", "LIGHTNING_PERF", *_variable(os.environ.get("LIGHTNING_PERF", "")))
@@ -151,10 +151,10 @@ def _variable(value: str) -> tuple[str, str]:
     if not value:
         return "not set", "ok"
     try:
-        found = selected()
+        suites = selected()
     except ConfigError as error:
         return str(error), "error"
-    names = [type(part).__name__ for each in found for part in each.parts]
+    names = [type(part).__name__ for suite in suites for part in suite.parts]
     return f"{value}: {', '.join(names) or 'off'}", "ok"
 
 
@@ -210,9 +210,9 @@ def _named(name: str) -> list[DevicePeaks]:
     from lightning_perf.flops import lookup, table
 
     exact = [row for row in table() if row.name.casefold() == name.casefold()]
-    found = lookup(name)
+    used = lookup(name)
     part = [row for row in table() if name.casefold() in row.name.casefold()]
-    return exact or part or ([found] if found else [])
+    return exact or part or ([used] if used else [])
 
 
 def _table(rows: Sequence[DevicePeaks]) -> Table:

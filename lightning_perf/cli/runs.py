@@ -145,7 +145,7 @@ def compare(
     if not baselines:
         raise Failure(f"there is no run to compare with. Try lightning-perf compare {run} BASELINE")
     runs = {name: find_run(name, tracking_uri) for name in [run, *baselines]}
-    summaries = {name: each.summary for name, each in runs.items()}
+    summaries = {name: found.summary for name, found in runs.items()}
     stages = {name: main_stage(summary) for name, summary in summaries.items()}
     about, _ = stages[run]
     for name, (stage, _) in stages.items():
@@ -153,19 +153,19 @@ def compare(
             raise Failure(f"{run} is about {about}, and {name} about {stage}")
     measured = [Measured(name, stages[name][1]) for name in [run, *baselines]]
     try:
-        found = compare(measured[0], measured[1:])
+        comparison = compare(measured[0], measured[1:])
     except Incomparable as error:
         raise Failure(error) from error
-    shared = [f"{name}: {each.note} ({each.title})" for name, each in runs.items() if each.note]
-    notes = [*found.notes, *shared, *_other_setup(summaries)]
-    slower = None if limit is None else found.slower_than(limit)
+    shared = [f"{name}: {found.note} ({found.title})" for name, found in runs.items() if found.note]
+    notes = [*comparison.notes, *shared, *_other_setup(summaries)]
+    slower = None if limit is None else comparison.slower_than(limit)
     if json:
         print_json({
             "run": run, "baselines": baselines, "threshold": limit, "slower": slower,
-            "changes": [each.as_dict() for each in found.changes], "notes": notes,
+            "changes": [change.as_dict() for change in comparison.changes], "notes": notes,
         })  # fmt: skip
     else:
-        _show_changes(run, baselines, found, notes)
+        _show_changes(run, baselines, comparison, notes)
     if limit is not None and slower is None:
         raise Failure("the threshold cannot be checked: a run has too few windows")
     return int(bool(slower))
@@ -205,20 +205,21 @@ def _other_setup(summaries: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _show_changes(
-    run: str, baselines: Sequence[str], found: Comparison, notes: Sequence[str]
+    run: str, baselines: Sequence[str], comparison: Comparison, notes: Sequence[str]
 ) -> None:
     from rich.table import Table
 
     console = new_console()
     before = baselines[0] if len(baselines) == 1 else f"{len(baselines)} runs"
-    headline = f"{run} compared with {before}: {_headline(found.slowdown)}"
+    headline = f"{run} compared with {before}: {_headline(comparison.slowdown)}"
     console.print(headline, style="bold", soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     table.add_column(overflow="fold")  # names are never cut
     for heading in ("before", "now", "change", "95% interval"):
         table.add_column(heading, no_wrap=True)
-    for each in _shown(found):
-        table.add_row(*_row(each, found.changes[0].before), style="" if each.certain else "dim")
+    for change in _shown(comparison):
+        cells = _row(change, comparison.changes[0].before)
+        table.add_row(*cells, style="" if change.certain else "dim")
     if not console.is_terminal:  # a log of CI is wider than rich assumes
         console.width = max(console.width, 120)
     console.print(table)
@@ -237,43 +238,44 @@ def _headline(slowdown: Change) -> str:
     return f"{word}: {each}, {change} ({interval})"
 
 
-def _shown(found: Comparison) -> Iterator[Change]:
+def _shown(comparison: Comparison) -> Iterator[Change]:
     """All rates, and the phases and culprits that changed most."""
-    least, kinds = _LEAST_SHARE * found.changes[0].before, dict.fromkeys(("phase", "culprit"), 0)
-    for each in found.changes:
-        if each.kind in kinds:
-            kinds[each.kind] += 1
-            if abs(each.difference) < least or kinds[each.kind] > _MOST_ROWS:
+    least = _LEAST_SHARE * comparison.changes[0].before
+    kinds = dict.fromkeys(("phase", "culprit"), 0)
+    for change in comparison.changes:
+        if change.kind in kinds:
+            kinds[change.kind] += 1
+            if abs(change.difference) < least or kinds[change.kind] > _MOST_ROWS:
                 continue
-        yield each
+        yield change
 
 
-def _row(each: Change, step: float) -> tuple[str, ...]:
-    if each.kind == "rate":
-        text: Callable[[float], str] = _share if each.name == "mfu" else three_digits
-        name, change, interval = RATES[each.name][0], _percent(each), _percents(each)
+def _row(row: Change, step: float) -> tuple[str, ...]:
+    if row.kind == "rate":
+        text: Callable[[float], str] = _share if row.name == "mfu" else three_digits
+        name, change, interval = RATES[row.name][0], _percent(row), _percents(row)
     else:
         text = duration
-        name = f"time per {each.name}" if each.kind == "step" else f"  {each.name}"
+        name = f"time per {row.name}" if row.kind == "step" else f"  {row.name}"
         # Of a phase or culprit, how much slower it makes the whole step.
-        whole = (each.before if each.kind == "step" else step) or 1.0
-        scale, unit = time_unit(max(map(abs, (each.low or 0, each.high or 0, each.difference))))
-        change = f"{each.difference * scale:+.3g} {unit} ({each.difference / whole:+.1%})"
+        whole = (row.before if row.kind == "step" else step) or 1.0
+        scale, unit = time_unit(max(map(abs, (row.low or 0, row.high or 0, row.difference))))
+        change = f"{row.difference * scale:+.3g} {unit} ({row.difference / whole:+.1%})"
         interval = "unknown"
-        if each.low is not None and each.high is not None:
-            interval = f"{each.low * scale:+.3g} to {each.high * scale:+.3g} {unit}"
-    return name, text(each.before), text(each.after), change, interval
+        if row.low is not None and row.high is not None:
+            interval = f"{row.low * scale:+.3g} to {row.high * scale:+.3g} {unit}"
+    return name, text(row.before), text(row.after), change, interval
 
 
 def _share(value: float) -> str:
     return f"{three_digits(100 * value)}%"
 
 
-def _percent(each: Change) -> str:
-    return f"{each.relative(each.difference):+.1%}"
+def _percent(change: Change) -> str:
+    return f"{change.relative(change.difference):+.1%}"
 
 
-def _percents(each: Change) -> str:
-    if each.low is None or each.high is None:
+def _percents(change: Change) -> str:
+    if change.low is None or change.high is None:
         return "unknown"
-    return f"{each.relative(each.low):+.1%} to {each.relative(each.high):+.1%}"
+    return f"{change.relative(change.low):+.1%} to {change.relative(change.high):+.1%}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.callbacks.factory import written_callbacks
 from lightning_perf.cli import (
     JSON,
     TRACKING_URI,
@@ -52,15 +51,28 @@ def run(config: str | None, command: Sequence[str] = ()) -> int:
         raise Failure("there is no command. Try lightning-perf run python train.py")
     if config is not None and not Path(config).is_file():
         raise Failure(f"there is no file {config}")
-    if config is not None:
-        try:
-            written_callbacks(config)
-        except ConfigError as error:
-            raise Failure(f"{config} {error.problem}") from None
     if which(command[0]) is None:
         raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
-    os.environ["LIGHTNING_PERF"] = "1" if config is None else str(Path(config).resolve())
-    return os.execvp(command[0], list(command))  # noqa: S606  no shell
+    selected = "1" if config is None else str(Path(config).resolve())
+    environment = os.environ | {"LIGHTNING_PERF": selected}  # without what imports add
+    if config is not None:
+        _check_callbacks(config, selected)
+    return os.execvpe(command[0], list(command), environment)  # noqa: S606  no shell
+
+
+def _check_callbacks(config: str, selected: str) -> None:
+    """Refuse a file whose callbacks cannot be constructed, before the training begins without."""
+    with suppress(ImportError):  # the command's Python may be another one
+        from lightning_perf.callbacks.suite import from_environment
+
+        try:
+            from_environment(selected)
+        except ConfigError as error:
+            cause: BaseException = error
+            while inner := cause.__cause__ or cause.__context__:
+                cause = inner
+            if not isinstance(cause, ImportError):
+                raise Failure(f"{config} {error.problem}") from None
 
 
 @command(
@@ -86,11 +98,11 @@ def capture(pid: int, signal: str, children: bool, json: bool) -> int:
     except LookupError as error:
         raise Failure(error, 1) from None
     signalled = []
-    for each in [pid, *(descendants(pid) if children else [])]:
+    for process in [pid, *(descendants(pid) if children else [])]:
         with suppress(OSError):  # it has ended meanwhile
-            if records_on(each, number):
-                os.kill(each, number)
-                signalled.append(each)
+            if records_on(process, number):
+                os.kill(process, number)
+                signalled.append(process)
     if not signalled:
         raise Failure(
             f"process {pid} does not record on {signal}, which could end it. Give its Trainer a "
@@ -100,7 +112,7 @@ def capture(pid: int, signal: str, children: bool, json: bool) -> int:
     if json:
         print_json({"signalled": signalled})
     else:
-        say(*(f"signalled process {each} to record" for each in signalled))
+        say(*(f"signalled process {process} to record" for process in signalled))
     return 0
 
 
@@ -231,14 +243,14 @@ def _read(folder: Path) -> Seen:
 
 def _folder_of(pid: int) -> Path | None:
     """The folder of the latest run of a process and its children; None before the first report."""
-    found: list[tuple[float, Path]] = []
-    for each in [pid, *descendants(pid)]:
+    folders: list[tuple[float, Path]] = []
+    for process in [pid, *descendants(pid)]:
         with suppress(OSError):  # the process has ended
-            for link in Path(f"/proc/{each}/fd").iterdir():
+            for link in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(OSError):
                     folder = link.readlink()
-                    found.append(((folder / FILE_NAME).stat().st_mtime, folder))
-    return max(found)[1] if found else None
+                    folders.append(((folder / FILE_NAME).stat().st_mtime, folder))
+    return max(folders)[1] if folders else None
 
 
 def _now() -> float:

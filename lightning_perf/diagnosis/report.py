@@ -138,9 +138,9 @@ def evidence_text(verdict: Verdict) -> str:
         else:
             number = f"{value:,.0f}" if value == int(value) else three_digits(value)
             measured.append(f"{label or _words(name)} {number}")
-    found = [f"It takes {' and '.join(takes)}."] if takes else []
-    found += [f"Measured: {', '.join(measured)}."] if measured else []
-    return " ".join(found)
+    sentences = [f"It takes {' and '.join(takes)}."] if takes else []
+    sentences += [f"Measured: {', '.join(measured)}."] if measured else []
+    return " ".join(sentences)
 
 
 def _words(name: str) -> str:
@@ -159,7 +159,7 @@ def document(
             "batches": signals.batches, "wall_seconds": float(signals.wall.sum()),
             "seconds": {name: float(signals.category(name).sum()) for name in CATEGORIES},
         }  # fmt: skip
-    found = {
+    content = {
         "version": VERSION,
         "verdicts": [verdict.as_dict() for verdict in findings.verdicts],
         "abstained": dict(findings.abstained),
@@ -170,10 +170,10 @@ def document(
         "overhead": overhead(signals),
     }
     if isinstance(captured, str):
-        found["capture"] = {"missing": captured}
+        content["capture"] = {"missing": captured}
     elif captured is not None:
-        found["capture"] = captured.as_dict()
-    return found
+        content["capture"] = captured.as_dict()
+    return content
 
 
 def overhead(signals: Signals) -> dict[str, float]:
@@ -216,8 +216,8 @@ def _parts(
             yield Table(("sensor", "mean"), machine)
         ours = overhead(signals)
         yield Heading("What lightning_perf cost")
-        each, share = duration(ours["seconds_per_batch"]), ours["share"]
-        yield f"{each} per batch in hooks, {share:.1%} of the time."
+        per_batch, share = duration(ours["seconds_per_batch"]), ours["share"]
+        yield f"{per_batch} per batch in hooks, {share:.1%} of the time."
     if captured is not None:
         yield Heading("Captured batches")
     if isinstance(captured, str):
@@ -234,9 +234,9 @@ def _speed(signals: Signals) -> str:
     """How fast the training is, on what."""
     setup, mfu = signals.setup, signals.mfu
     utilization = "" if mfu is None else f"MFU {mfu:.1%}, "
-    each, batches = duration(signals.step_seconds), counted(signals.batches, "batch")
+    step, batches = duration(signals.step_seconds), counted(signals.batches, "batch")
     devices = f"{setup.world_size} x {setup.device}, {setup.precision}"
-    return f"{utilization}{each} per batch after the warm-up, {batches} ({devices})."
+    return f"{utilization}{step} per batch after the warm-up, {batches} ({devices})."
 
 
 def _timeline(signals: Signals) -> Areas:
@@ -244,7 +244,7 @@ def _timeline(signals: Signals) -> Areas:
     counts = np.maximum(signals.counts, 1)
     seconds = {name: signals.category(name) / counts for name in CATEGORIES}
     return stack([
-        (window.step, {name: float(each[number]) for name, each in seconds.items()})
+        (window.step, {name: float(series[number]) for name, series in seconds.items()})
         for number, window in enumerate(signals.windows)
     ])  # fmt: skip
 

@@ -107,6 +107,14 @@ class Series(NamedTuple):
     calls: Numbers
 
 
+class Step(NamedTuple):
+    """One batch; NaN for what does not count."""
+
+    seconds: float
+    flops: float
+    begins_epoch: bool
+
+
 @dataclass(frozen=True)
 class Signals:
     """Everything measured of a training so far.
@@ -222,13 +230,13 @@ class Signals:
     def gpu_averages(self, name: str, latest: bool = False) -> list[float]:
         """The mean of a sensor of each GPU that was sampled, as `average`."""
         columns = self.windows[0].columns if self.windows else ()
-        found = [self.average(each, latest) for each in columns if each.endswith(f"/{name}")]
-        return [value for value in found if value is not None and isfinite(value)]
+        means = [self.average(column, latest) for column in columns if column.endswith(f"/{name}")]
+        return [value for value in means if value is not None and isfinite(value)]
 
     def gpu_average(self, name: str) -> float | None:
         """The mean of a GPU sensor over the time and the GPUs; None if it was not sampled."""
-        found = self.gpu_averages(name)
-        return float(np.mean(found)) if found else None
+        means = self.gpu_averages(name)
+        return float(np.mean(means)) if means else None
 
     @cached_property
     def gpu_idle(self) -> float | None:
@@ -273,15 +281,15 @@ class Signals:
     @cached_property
     def actions(self) -> dict[Action, Series]:
         """The cost of each named action in each window, without collections in it."""
-        found = {}
+        actions = {}
         for action in dict.fromkeys(action for costs in self.costs for action in costs):
-            totals = [each.get(action, Cost(0.0, 0)) for each in (self.origin, *self.costs)]
-            found[action] = Series(*np.diff(np.array(totals, float), axis=0).T)
-        for own, (seconds, calls) in found.items():
-            collections = found.get(Action(GC, own.category_in("train"), own.name))
+            totals = [costs.get(action, Cost(0.0, 0)) for costs in (self.origin, *self.costs)]
+            actions[action] = Series(*np.diff(np.array(totals, float), axis=0).T)
+        for own, (seconds, calls) in actions.items():
+            collections = actions.get(Action(GC, own.category_in("train"), own.name))
             if collections is not None and own.stage not in _APART:
-                found[own] = Series(np.maximum(seconds - collections.seconds, 0.0), calls)
-        return found
+                actions[own] = Series(np.maximum(seconds - collections.seconds, 0.0), calls)
+        return actions
 
     def total(self, rows: Sequence[Action]) -> Series:
         """The sum of some actions."""
@@ -324,8 +332,8 @@ class Signals:
     def recorded(self) -> NDArray[np.bool_]:
         """The windows in which one of our profilers recorded, or handled a recording afterwards."""
         before = np.append(0.0, self.recordings)  # at each window's end
-        found: NDArray[np.bool_] = before[1:] > np.append(0.0, before)[: len(before) - 1]
-        return found
+        recorded: NDArray[np.bool_] = before[1:] > np.append(0.0, before)[: len(before) - 1]
+        return recorded
 
     # -- input ----------------------------------------------------------------------------------
 
@@ -339,8 +347,8 @@ class Signals:
         usual = self.total([row for row in self.rows("dataloader_next") if row.name == FETCH])
         first = self.total([row for row in rows if row.name == "first fetch"])
         usual = usual if usual.calls.any() else first
-        each = usual.seconds.sum() / max(usual.calls.sum(), 1.0)
-        seconds = self.total(rows).seconds - each * first.calls
+        fetch = usual.seconds.sum() / max(usual.calls.sum(), 1.0)
+        seconds = self.total(rows).seconds - fetch * first.calls
         return Series(np.maximum(seconds, 0.0), first.calls)
 
     @cached_property
@@ -426,8 +434,7 @@ class Record:
         self.origin: Costs = {}
         # Each window with the named costs up to its end.
         self._windows: list[tuple[Window, Costs]] = []
-        # Seconds and FLOPs of each, and whether it was the first of its epoch.
-        self._steps: deque[tuple[float, float, bool]] = deque(maxlen=_MOST_STEPS)
+        self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
         self._count = 0
         self._first: float | None = None
 
@@ -448,14 +455,8 @@ class Record:
             pairs = (rest[i : i + 2] for i in range(0, len(rest), 2))
             self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
 
-    def add_steps(
-        self, steps: Sequence[tuple[float, float, bool]], first: float | None = None
-    ) -> None:
-        """Add the seconds and FLOPs of batches, in order, NaN for those that do not count.
-
-        ``first`` is the time of the run's first batch, if it is among them, and the
-        third value of each says whether it began an epoch.
-        """
+    def add_steps(self, steps: Sequence[Step], first: float | None = None) -> None:
+        """Add batches, in order; ``first`` is the time of the run's first one, if it is there."""
         if not self._steps:
             self._first = first
         self._steps.extend(steps)
@@ -464,11 +465,12 @@ class Record:
     def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
         """The signals collected so far; cheap, and safe to use on another thread."""
         windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
-        steps, flops, firsts = np.array(self._steps, dtype=float).reshape(-1, 3).T
-        dropped = self._count - len(steps)
+        seconds, flops, firsts = np.array(self._steps, dtype=float).reshape(-1, len(Step._fields)).T
+        dropped = self._count - len(seconds)
         return Signals(
-            windows, costs, self.origin, steps, flops, firsts > 0, dropped, self._first, mfu, setup
-        )
+            windows, costs, self.origin, seconds, flops, firsts > 0, dropped, self._first, mfu,
+            setup,
+        )  # fmt: skip
 
 
 def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:

@@ -72,7 +72,7 @@ def _blocks(
     # A separate generator, so that training's random numbers do not change.
     starts = np.random.default_rng(seed).integers(0, count, (resamples, ceil(count / length), 1))
     drawn = ((starts + np.arange(length)) % count).reshape(resamples, -1)
-    return [np.add.reduceat(each, edges) for each in series], drawn
+    return [np.add.reduceat(values, edges) for values in series], drawn
 
 
 def _uncontended(parts: Numbers, wholes: Numbers, waits: Numbers) -> Numbers:
@@ -91,8 +91,8 @@ def _uncontended(parts: Numbers, wholes: Numbers, waits: Numbers) -> Numbers:
     # Between none and all of the wait is within the part.
     free = np.maximum(1 - contention, 1e-12)
     slope = np.clip(slope, -share / free, (1 - share) / free)
-    found: Numbers = np.clip(share - slope * contention, 0.0, 1.0)[:, 0]
-    return found
+    shares: Numbers = np.clip(share - slope * contention, 0.0, 1.0)[:, 0]
+    return shares
 
 
 class ChangePoint(NamedTuple):

@@ -36,6 +36,7 @@ from lightning_perf.schedule import (
 from lightning_perf.traces.folder import TraceOptions
 from lightning_perf.traces.names import file_format, folder_format, remote_format
 from lightning_perf.tracking.tracker import check_store
+from lightning_perf.units import counted
 
 if TYPE_CHECKING:
     from lightning_perf.core.progress import Moment, Timestamp
@@ -504,11 +505,14 @@ class Profiler(PerfCallback):
         if ended is None or not ended.timestamp.batch or not is_first or is_trial:
             return
         # This is normal with a schedule that waits for an event, or for another stage.
-        waits = any(part.watches or isinstance(part, HasTag) for part in walk(self.schedule))
-        if not waits and self.schedule.quiet_until(ended) != FOREVER:
+        waits = any(part.fires or isinstance(part, HasTag) for part in walk(self.schedule))
+        quiet_until, batches = self.schedule.quiet_until(ended), ended.timestamp.batch
+        if not waits and quiet_until != FOREVER:
+            known = quiet_until > batches + 1
             warn(
-                f"{type(self).__name__} recorded nothing: no window of {self.schedule!r} opened "
-                f"before training ended, after batch {ended.timestamp.batch}."
+                f"{type(self).__name__} recorded nothing: training ended after "
+                f"{counted(batches, 'batch')}, and no window of {self.schedule!r} opened"
+                f"{f', nor does one before batch {quiet_until}' if known else ''}."
             )
 
     def _warn_of_late_signal(self) -> None:

@@ -254,11 +254,13 @@ class All(Composed):
 
     def observe(self, moment: Moment) -> None:
         """Forward the moment to each part; events wait until the other parts select the batch."""
-        conditions = [part for part in self.schedules if not (part.fires or part.watches)]
-        selected = not self.fires or all(part(moment) for part in conditions)
         for part in self.schedules:
-            if selected or not part.fires:
+            if not part.fires:
                 part.observe(moment)
+        if self.fires and all(part.fires or part(moment) for part in self.schedules):
+            for part in self.schedules:
+                if part.fires:
+                    part.observe(moment)
 
     def quiet_until(self, moment: Moment) -> int:
         """Return the latest of the batches that the parts without a window wait for."""

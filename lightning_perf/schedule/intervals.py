@@ -326,8 +326,8 @@ class At(_Milestones):
 
 
 def _check_reached(field: str, value: Time, first: float, example: str) -> None:
-    """Refuse a fraction whose first milestone is after the end of the training."""
-    if first > 1.0 + ROUNDING:
+    """Refuse a fraction whose first milestone is the end of the training: no batch follows."""
+    if first >= 1.0 - ROUNDING:
         problem = "is never reached: training ends at 1dur"
         raise ConfigError(field, str(value), problem, f'"{example}"')
 

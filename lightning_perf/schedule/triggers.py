@@ -37,7 +37,7 @@ class Trigger(Schedule):
 
     The window opens one batch later, so that a profiler has one batch for its warm-up, and counts
     the batches of all stages. The trigger cannot fire again while its window is open. In ``a & b``
-    it fires only where the other schedule selects the batch, unless that one depends on events.
+    it fires only where the other schedule selects the batch, unless events open that one's windows.
 
     Args:
         lasting: The length of a window, in any unit except ``dur``. Epochs are those of training.

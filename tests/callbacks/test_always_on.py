@@ -210,7 +210,10 @@ WRONG = {
     "no callbacks": ("model: {}", "without a list of callbacks"),
     "a text": ("hello", "without a list of callbacks"),
     "no list": ("callbacks: 3", "without a list of callbacks"),
-    "unknown class": ("- class_path: lightning_perf.Flopz", "no attribute 'Flopz'"),
+    "unknown class": (
+        "- class_path: lightning_perf.Flopz",
+        "there is no lightning_perf.Flopz. Did you mean Flops?",
+    ),
     "unknown argument": (FLOPS % "shedule: 1ba", "'shedule' is not "),
     "wrong argument": (FLOPS % "schedule: 10btch", 'Try schedule="every 100ba for 3ba"'),
     "not ours": ("- class_path: lightning.pytorch.callbacks.Timer", "Timer"),

@@ -158,7 +158,8 @@ def written(folder: Path, content: str | dict[str, Any]) -> str:
     [
         ("", "there is no"), ("{", "is cut short or no JSON"), ("[]", "is not a summary"),
         ('{"version": 99}', "has version 99"), ({"test": WHOLE}, "is about"),
-        ({"train": {**WHOLE, "windows": {"batches": "x"}}}, "'batches' is not a list"),
+        ({"train": {**WHOLE, "windows": {"batches": [1, 2], "timings": {"forward": [1.0]}}}},
+         "the windows of"),
         ({"train": WHOLE}, "has no windows"), ({}, "has no windows"),
     ],
 )  # fmt: skip

@@ -212,9 +212,62 @@ def test_a_script_that_cannot_start_gives_a_shell_s_exit_code(
     assert why in err
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("- class_path: lightning_perf.SpedMonitor", "Did you mean SpeedMonitor?"),
+        (
+            "- {class_path: lightning_perf.Suite, init_args: {callbacks: "
+            "[class_path: lightning_perf.Timigns]}}",
+            "there is no lightning_perf.Timigns. Did you mean Timings?",
+        ),
+        ("- class_path: lightning_perf.qqqqq", "there is no lightning_perf.qqqqq."),
+        (
+            "- {class_path: lightning_perf.SpeedMonitor, init_args: {window_sze: 3}}",
+            "'window_sze' is not accepted.",
+        ),
+        (
+            "- {class_path: lightning_perf.PyTorch, init_args: {schedule: evry 10ba}}",
+            "schedule='evry 10ba' is not a valid schedule",
+        ),
+        ("- class_path: torch.nn.Linear", "does not correspond to a subclass of PerfCallback."),
+        (
+            "[{class_path: lightning_perf.Flops}, {class_path: lightning_perf.Flops}]",
+            "one callback",
+        ),
+        ("callbacks: {class_path: lightning_perf.Flops}", "is a file without a list of callbacks."),
+        ("trainer: [", "cannot be used: while parsing"),
+    ],
+)
+def test_callbacks_that_cannot_be_constructed_start_no_training(
+    text: str, why: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the training would end before the user sees that nothing was measured."""
+    (in_tmp / "bad.yaml").write_text(text)
+    code, _, err = call(capsys, "run", "--config", "bad.yaml", "--", "no-such-program")
+    assert code == 127
+    code, _, err = call(capsys, "run", "--config", "bad.yaml", "--", "true")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("lightning-perf run: bad.yaml ")
+    assert why in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["of_the_program_s_own_python", "jsonargparse"])
+def test_what_cannot_be_imported_is_left_to_the_program(missing: str, in_tmp: Path) -> None:
+    """Its Python may be another one: there the module may exist."""
+    (in_tmp / "my.yaml").write_text(f"- class_path: {missing}.Mine")
+    block = f"import sys; sys.modules[{missing!r}] = None; from lightning_perf.cli import main; "
+    code = f"{block}main(['run', '--config', 'my.yaml', '--', 'echo', 'trains'])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "trains\n", "")
+
+
 SHOW = "import os, sys; print(os.environ['LIGHTNING_PERF'], sys.argv[1:]); sys.exit(7)"
 
 
+@pytest.mark.slow
 def test_run_passes_all_arguments_to_the_script(in_tmp: Path) -> None:
     """The script gets an absolute path and options like ours, and its exit code is returned."""
     (in_tmp / "my.yaml").write_text("- class_path: lightning_perf.Flops")

@@ -81,11 +81,11 @@ PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
         signals_of(
             {**FINE, "callbacks": 0.01},
             named={
-                Action("train", "callbacks", "Plots.on_train_batch_end"): every(0.07),
-                Action("train", "callbacks", "Plots.on_train_batch_start"): every(0.03),
+                Action("train", "callbacks", "Plots.on_train_batch_end"): every(0.09),
+                Action("train", "callbacks", "Plots.on_train_batch_start"): every(0.01),
             },
         ),
-        {"share": 1 / 6, "culprit": "Plots.on_train_batch_end", "severity": "warning"},
+        {"share": 0.15, "culprit": "Plots.on_train_batch_end", "severity": "warning"},
     ),
     "logger-bound": (
         signals_of(
@@ -194,6 +194,74 @@ def test_waiting_for_another_rank_s_metric_is_not_blamed(other: float, blamed: b
     costs = [{metric: Cost(5.0 * number, 10 * number)} for number in range(1, 7)]
     codes = {each.code for each in diagnose(replace(signals, costs=costs)).verdicts}
     assert ("callback-bound" in codes) == blamed
+
+
+HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end")
+
+
+@pytest.mark.parametrize("code", [*PLANTED, *range(40)])
+def test_counts_and_times_of_a_verdict_are_of_the_same_events(code: str | int) -> None:
+    """How often it happens, times how long each takes, is the time per batch that it claims."""
+    if isinstance(code, str):
+        signals = PLANTED[code][0]
+    else:
+        draw = np.random.default_rng(code)
+        category = ("callbacks", "logging")[code % 2]
+        parts = draw.dirichlet([0.3] * 4) / 10
+        calls = draw.integers(1, BATCHES + 1, 4).tolist()
+        actions = [Action("train", category, f"Slow.{hook}") for hook in HOOKS]
+        named = {a: every(*each) for a, *each in zip(actions, parts.tolist(), calls, strict=True)}
+        signals = signals_of({**FINE, category: 0.01}, named=named)
+    for verdict in diagnose(signals).verdicts:
+        for name, seconds in verdict.evidence.items():
+            event = name.removeprefix("seconds_per_")
+            if (count := verdict.evidence.get(f"{event}s")) is None:
+                continue
+            batches = STEPS - BATCHES if event == "call" else STEPS
+            measured = float(count) * float(seconds) / batches
+            assert verdict.evidence["seconds_per_batch"] == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(("category", "kind"), [("callbacks", "hooks"), ("logging", "methods")])
+def test_a_class_is_the_culprit_if_none_of_its_hooks_is(category: str, kind: str) -> None:
+    """A hook is promised what its own time is; several that share the time are named together."""
+    hooks = [Action("train", category, f"Slow.{hook}") for hook in HOOKS]
+    seconds = {**FINE, category: 0.01}
+    even = signals_of(seconds, named=dict.fromkeys(hooks, every(0.025)))
+    (found,) = diagnose(even).verdicts
+    assert (found.culprit, found.share) == (f"Slow (4 {kind})", pytest.approx(1 / 6))
+    split = ", ".join(f"{hook} 25%" for hook in HOOKS)
+    assert found.evidence[kind] == split
+    assert f"Slow (4 {kind}) takes 10.0 ms per batch ({split})" in found.advice
+    assert "calls" not in found.evidence
+    one = {hook: every(0.082 if hook is hooks[2] else 0.006) for hook in hooks}
+    (found,) = diagnose(signals_of(seconds, named=one)).verdicts
+    assert (found.culprit, found.share) == (hooks[2].name, pytest.approx(0.82 / 6))
+
+
+@pytest.mark.parametrize(("images", "promised"), [(0.0, 0.1), (0.04, 0.06), (0.2, None)])
+def test_only_what_follows_log_every_n_steps_is_promised(
+    images: float, promised: float | None
+) -> None:
+    """Images that a module logs in each batch stay, whatever the interval of the metrics is."""
+    metrics = 0.1 - images if images < 0.1 else 0.02
+    named = {
+        Action("train", "logging", "Slow.log_metrics"): every(metrics, 1),
+        Action("train", "logging", "Slow.log_image"): every(images, BATCHES),
+    }
+    signals = signals_of(
+        {**FINE, "logging": (metrics + images) / BATCHES}, named=named,
+        setup=Setup(log_every_n_steps=BATCHES),
+    )  # fmt: skip
+    (found,) = diagnose(signals).verdicts
+    advised = re.search(r"log_every_n_steps=(\d+)\) instead", found.advice)
+    assert (advised is None) == (promised is None)
+    if advised is None:
+        assert "Slow.log_image is called 110 times in 110 batches" in found.advice
+        return
+    saved = (1 - BATCHES / int(advised[1])) * promised / BATCHES
+    step = signals.step_seconds
+    assert found.predicted_speedup == pytest.approx(step / (step - saved), rel=0.01)
 
 
 def test_explicit_collectives_are_communication() -> None:

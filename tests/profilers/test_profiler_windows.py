@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import memray
 import pytest
 import torch
@@ -18,6 +21,7 @@ from helpers.small import Records, Small, left_in, ours, trainer
 
 from lightning_perf import (
     Always,
+    At,
     ConfigError,
     Cyclic,
     Fixed,
@@ -326,19 +330,68 @@ def test_two_of_one_kind_need_different_names(tmp_path: Path, recorder: Recorder
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "known"),
     [
-        Fixed(100, 2), "every 1000ba", "at 2ep", Cyclic(wait=16, warmup=4, active=2),
-        "every 100000sp", "every 3600sec",
+        (Fixed(100, 2), None), ("every 1000ba", 1000), ("at 900ba for 2ep", 900), ("at 2ep", None),
+        (Cyclic(wait=16, warmup=4, active=2), 20), ("every 100000sp", None),
+        ("every 3600sec", None), (At("50ba", lasting="1ep") & Stages("train"), 50),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_schedule_without_a_window_warns(tmp_path: Path, schedule: Any) -> None:
-    """One warning at the end of training says when the window would have been."""
-    with pytest.warns(PerfWarning, match="recorded nothing: no window of") as caught:
+def test_a_schedule_without_a_window_warns(
+    tmp_path: Path, schedule: Any, known: int | None
+) -> None:
+    """One warning at the end of training says before which batch there is none, if it is known."""
+    with pytest.warns(PerfWarning, match="recorded nothing: training ended after 16 b") as caught:
         trainer(tmp_path, PyTorch(schedule=schedule), logger=Records()).fit(Small())
     (message,) = ours(caught)
-    assert "before training ended, after batch 16." in message
+    assert message.endswith(f", nor does one before batch {known}." if known else ") opened.")
+
+
+class Stopwatch(Profiler):
+    """Records nothing but that it was called."""
+
+    def record(self, path: Path, context: Any, warmup: int) -> Any:
+        path.write_text("a batch")
+        yield None
+
+
+class Stop(L.Callback):
+    """Ends training before the first windows of the schedules that the documentation shows."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == 5
+
+
+ROOT = Path(__file__).parents[2]
+TEXTS = {
+    text.strip()
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("configs/*.yaml")]
+    for texts in re.findall(
+        r'["`]((?:every|at|first) [\w.% ]+|\d+ba|always|never)["`]|schedule: (\w[\w.% ]*)',
+        page.read_text(),
+    )
+    for text in texts
+    if re.match(r"(every|at|first) [\d.]+\w|\d\d+ba$|every \w+$|always|never", text)
+}
+
+
+def test_the_documented_schedules_are_found() -> None:
+    """Those of the README, the quickstart and the configurations are among them."""
+    assert len(TEXTS) >= 35
+    assert {"at 50% for 3ba", "every 100 batches for 3 batches", "at 0.5dur for 3ba"} <= TEXTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", sorted(TEXTS))
+def test_a_documented_schedule_warns_if_training_ends_before_it(tmp_path: Path, text: str) -> None:
+    """Whatever the unit of its length is: there is a file or a warning, but for "never"."""
+    watch, options = Stopwatch(text), {"max_epochs": 100, "limit_val_batches": 0}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path, watch, Stop(), logger=Records(), **options).fit(Small())
+    assert bool(watch.saved_in_run) == text.startswith(("first", "always"))
+    assert len(ours(caught)) == (not watch.saved_in_run and text != "never")
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_takes_schedules_and_defaults():
 @pytest.mark.parametrize(
     "value",
     ["", "every", "sometimes", "every 0ba", "first 0dur", "at", "every 5ba for", "at 1.5dur",
+     "at 100%", "at end", "end", "start", "last 3ba",
      "first 5ba for 3ba", "5ba 3ba", "every 1.5ba", "never 5ba", "evry 10ba", "Every 10ba",
      "every 5", "every 100ms", "1,000ba", "every 100ba, lasting 3ba", 100, ["100ba"], True, 1.5],
 )  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 from lightning_perf.core.progress import Moment, Timestamp
 from lightning_perf.errors import ConfigError
 from lightning_perf.schedule import (
+    At,
     Context,
     Elapsed,
     Never,
@@ -112,6 +113,12 @@ def test_elapsed_keeps_its_time_for_the_stage_that_is_selected():
         now[0] += 1.0
         assert windows(schedule, [0.1] * 2, stage="validate", first=2 * epoch) == {}
     assert found == [0, 2, 4]
+
+
+@pytest.mark.parametrize("length", ["1ba", "1ep", "1step"])
+def test_an_event_waits_for_a_window_of_any_length(length):
+    """Also if the end of the other schedule's window cannot be predicted."""
+    assert list(windows(Elapsed("1h") & At("3ba", lasting=length), [1.0] * 6)) == [3]
 
 
 def test_a_verdict_records_training():

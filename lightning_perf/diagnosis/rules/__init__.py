@@ -189,11 +189,11 @@ class Unclaimed:
         """What is left of an impact's seconds, by category."""
         within = {impact.phase or "": impact.seconds} if impact.within is None else impact.within
         if within and within.keys() <= self._seconds.keys():
-            return {name: np.minimum(each, self._seconds[name]) for name, each in within.items()}
+            return {name: np.minimum(part, self._seconds[name]) for name, part in within.items()}
         left = {n: e for n, e in self._seconds.items() if n in IN_BATCHES or not impact.contended}
         total = sum(left.values(), self._signals.nothing)
         fraction = np.minimum(impact.seconds / np.maximum(total, 1e-12), 1.0)
-        return {name: fraction * each for name, each in left.items()}
+        return {name: fraction * seconds for name, seconds in left.items()}
 
     def claim(self, parts: Mapping[str, Numbers], steady: bool, contended: bool = True) -> Claim:
         """What a verdict on seconds by category would claim.
@@ -205,7 +205,7 @@ class Unclaimed:
         if steady and signals.start and seconds[0] > 0:
             usual = signals.counts[0] * signals.per_batch(seconds)
             first = np.where(np.arange(len(seconds)) > 0, 1.0, min(usual / seconds[0], 1.0))
-            parts = {name: first * each for name, each in parts.items()}
+            parts = {name: first * part for name, part in parts.items()}
             seconds = first * seconds
         running = self._running if contended else 1.0
         share = float((seconds * running).sum() / signals.wall.sum())
@@ -214,7 +214,7 @@ class Unclaimed:
     def take(self, claim: Claim) -> None:
         """Give seconds to a verdict."""
         if claim.contended:
-            self._seconds |= {n: self._seconds[n] - each for n, each in claim.parts.items()}
+            self._seconds |= {n: self._seconds[n] - part for n, part in claim.parts.items()}
         else:
             wall = np.maximum(self._signals.wall, 1e-12)
             self._running = 1 - np.minimum(claim.seconds / wall, 1.0)
@@ -253,7 +253,7 @@ def judge(
         # Only time in which the GPU is idle can be saved. With several ranks this is unknown,
         # because a GPU that waits for another one counts as busy.
         idle = min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
-        parts, seconds = {name: idle * each for name, each in parts.items()}, idle * seconds
+        parts, seconds = {name: idle * part for name, part in parts.items()}, idle * seconds
     if impact.inferred and seconds.sum() < _KEPT * impact.seconds[start:].sum():
         return
     claim = unclaimed.claim(parts, steady=start > 0, contended=impact.contended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from lightning_perf.diagnosis.signals import (
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Mapping
 
     from lightning_perf.diagnosis.signals import Loader, Signals
     from lightning_perf.timing.totals import Action
@@ -52,6 +52,10 @@ _SUITE = "Suite"
 #: Calls of a logger per batch at which Lightning logs, at least and at most: callbacks log at these
 #: batches, too, and what logs more often or less often does not follow `log_every_n_steps`.
 _FEWEST_CALLS, _MOST_CALLS = 0.5, 8
+#: Methods of loggers that Lightning calls at this interval.
+_AT_INTERVALS = (".log_metrics", ".save")
+#: The share of a class's time from which on one of its methods is the culprit; methods in a text.
+_ALMOST_ALL, _LISTED = 0.8, 5
 #: Lightning's own progress bars, which have a refresh rate.
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 
@@ -203,77 +207,101 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     )  # fmt: skip
 
 
-def callback_bound(
-    signals: Signals, categories: tuple[str, ...] = ("callbacks", "other", _METRICS, _SCHEDULERS)
-) -> Iterable[Impact]:
-    """Hooks of a callback or of the module, or a metric, take long: one impact per class."""
-    classes: defaultdict[str, list[Action]] = defaultdict(list)
+class _Hooks(NamedTuple):
+    """What one class does that takes time, the most costly first: one method, or all of them."""
+
+    owner: str
+    #: Seconds by method, without the windows of the warm-up.
+    costs: Mapping[Action, float]
+    #: Calls of the most costly one.
+    calls: float
+    #: What takes how long, as in a sentence.
+    takes: str
+    #: Without advice.
+    impact: Impact
+
+
+def _hooks(signals: Signals, kind: str, *categories: str) -> Iterator[_Hooks]:
+    """The methods in some categories, by class; only the most costly if it is almost all of it."""
+    classes: defaultdict[str, dict[Action, float]] = defaultdict(dict)
     for row in signals.rows(*categories):
         owner, dot, _ = row.name.partition(".")
         # Without what Lightning itself does, such as broadcasts, and without communication.
-        if (dot or row.category == _SCHEDULERS) and not owner.endswith(("Trainer", STRATEGY)):
-            classes[owner].append(row)
-    for owner, rows in classes.items():
-        slowest = signals.slowest(rows)
-        if slowest is None:
-            continue
+        lightning = owner.endswith(("Trainer", STRATEGY))
+        cost = float(signals.steady(signals.actions[row].seconds).sum())
+        if cost and (dot or row.category == _SCHEDULERS) and not lightning:
+            classes[owner][row] = cost
+    for owner, costs in classes.items():
+        rows = sorted(costs, key=costs.__getitem__, reverse=True)
+        slowest, total = rows[0], sum(costs.values())
+        rows = rows[:1] if costs[slowest] >= _ALMOST_ALL * total else rows
         within = signals.within(rows)
         if _METRICS in within:  # the rank that is late waits least for the others
             within[_METRICS] = np.minimum(within[_METRICS], signals.shared(_METRICS))
         seconds = sum(within.values(), signals.nothing)
-        measured = (*signals.actions[slowest], signals.counts)
-        cost, calls, batches = (float(signals.steady(each).sum()) for each in measured)
-        calls = max(calls, 1.0)
-        per_call = cost / calls
-        advice = (
-            f"{called(slowest.name)} takes {duration(per_call)} per call. Call its work less "
-            "often, or move it off the training thread."
-        )
+        calls = max(float(signals.steady(signals.actions[slowest].calls).sum()), 1.0)
         culprit = slowest.name
         if owner == _SUITE and owner in signals.setup.ours:
-            culprit = f"lightning_perf.{slowest.name.partition('.')[2]}"
-        if owner in signals.setup.ours:
+            culprit = f"lightning_perf.{culprit.partition('.')[2]}"
+        if len(rows) == 1:
+            per_call = float(signals.steady(seconds).sum()) / calls
+            takes = f"{called(culprit)} takes {duration(per_call)} per call"
+            evidence: dict[str, float | str] = {"calls": calls, "seconds_per_call": per_call}
+        else:
+            parts = [(row.name.partition(".")[2], costs[row] / total) for row in rows[:_LISTED]]
+            split = ", ".join(f"{name} {share:.0%}" for name, share in parts)
+            culprit = f"{culprit.partition('.')[0]} ({len(rows)} {kind})"
+            takes = f"{culprit} takes {duration(signals.per_batch(seconds))} per batch ({split})"
+            evidence = {kind: split}
+        events = calls if calls < 0.5 * signals.steady(signals.counts).sum() else None
+        impact = Impact(
+            seconds, events, culprit, slowest.category, evidence=evidence, within=within
+        )
+        yield _Hooks(owner, {row: costs[row] for row in rows}, calls, takes, impact)
+
+
+def callback_bound(signals: Signals) -> Iterable[Impact]:
+    """Hooks of a callback or of the module, or a metric, take long: one impact per class."""
+    for hooks in _hooks(signals, "hooks", "callbacks", "other", _METRICS, _SCHEDULERS):
+        advice = "Call its work less often, or move it off the training thread."
+        if hooks.owner in signals.setup.ours:
             advice = (
-                f"{culprit} takes {duration(per_call)} per call. It is lightning_perf's own: "
-                "record or report less often (schedule), or leave it out."
+                "It is lightning_perf's own: record or report less often (schedule), or leave it "
+                "out."
             )
-        elif owner in _BARS:
-            advice = f"{owner} takes {duration(per_call)} per update: raise its refresh_rate."
-        yield Impact(
-            seconds, calls if calls < 0.5 * batches else None,
-            culprit, slowest.category, advice=advice,
-            evidence={"calls": calls, "seconds_per_call": per_call}, within=within,
-        )  # fmt: skip
+        elif hooks.owner in _BARS:
+            advice = "Raise its refresh_rate."
+        yield replace(hooks.impact, advice=f"{hooks.takes}. {advice}")
 
 
 def logger_bound(signals: Signals) -> Iterable[Impact]:
     """Writing metrics takes long: one impact per logger."""
     every = signals.setup.log_every_n_steps
     batches, epochs = (
-        float(signals.steady(each).sum()) for each in (signals.counts, signals.restarts.calls)
+        float(signals.steady(values).sum()) for values in (signals.counts, signals.restarts.calls)
     )
-    for impact in callback_bound(signals, ("logging",)):
-        share, calls = signals.share(impact.seconds), float(impact.evidence["calls"])
-        per_call = duration(float(impact.evidence["seconds_per_call"]))
-        evidence = {**impact.evidence, "log_every_n_steps": float(every)}
+    asked = batches / max(every, 1)
+    for hooks in _hooks(signals, "methods", "logging"):
+        slowest, calls, saves = next(iter(hooks.costs)), hooks.calls, None
         # Lightning logs at ends of epochs as well.
-        asked = batches / max(every, 1)
-        if not _FEWEST_CALLS * asked <= calls - epochs <= _MOST_CALLS * asked:
+        follows = _FEWEST_CALLS * asked <= calls - epochs <= _MOST_CALLS * asked
+        if follows and slowest.name.endswith(_AT_INTERVALS):
+            share = signals.share(hooks.impact.seconds)
+            rarer = max(min(round(share / LOGGERS * 4), int(asked / _REPORTS_LEFT)), 2) * every
+            regular = [cost for r, cost in hooks.costs.items() if r.name.endswith(_AT_INTERVALS)]
+            saves = sum(regular) / sum(hooks.costs.values())
+            saves *= (1 - epochs / calls) * (1 - every / rarer)
+            advice = f"Trainer(log_every_n_steps={rarer}) instead of {every} gives {PROMISE}."
+        else:
             advice = (
-                f"{impact.culprit} takes {per_call} per call and is called {calls:.0f} times in "
-                f"{counted(round(batches), 'batch')}, which "
-                f"Trainer(log_every_n_steps={every}) does not decide: log less often where it is "
-                "called."
+                f"{slowest.name} is called {calls:.0f} times in {counted(round(batches), 'batch')},"
+                f" which Trainer(log_every_n_steps={every}) does not decide: log less often where "
+                "it is called."
             )
-            yield replace(impact, advice=advice, evidence=evidence)
-            continue
-        rarer = max(min(round(share / LOGGERS * 4), int(asked / _REPORTS_LEFT)), 2) * every
-        advice = (
-            f"{impact.culprit} takes {per_call} per call. Trainer(log_every_n_steps={rarer}) "
-            f"instead of {every} gives {PROMISE}."
+        evidence = {**hooks.impact.evidence, "log_every_n_steps": float(every)}
+        yield replace(
+            hooks.impact, advice=f"{hooks.takes}. {advice}", saves=saves, evidence=evidence
         )
-        saves = (1 - epochs / calls) * (1 - every / rarer)
-        yield replace(impact, advice=advice, saves=saves, evidence=evidence)
 
 
 def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
@@ -311,7 +339,7 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
         return
     # Checkpoints that are written meanwhile are apart.
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
-    costs = {name: float(each.sum()) for name, each in signals.within(rows).items()}
+    costs = {name: float(seconds.sum()) for name, seconds in signals.within(rows).items()}
     compilations = [r for r in signals.actions if (r.stage, r.category) == (COMPILE, "validation")]
     if "forward" in costs:
         costs["forward"] -= float(signals.total(compilations).seconds.sum())

@@ -60,8 +60,8 @@ def _growth(
     from scipy.stats import theilslopes  # robust to a few outliers
 
     if len(sizes) < _FEWEST_SAMPLES:
-        found = counted(len(sizes), "sample")
-        raise Unknown(f"memory has {found} after the warm-up, and a trend needs {_FEWEST_SAMPLES}")
+        count = counted(len(sizes), "sample")
+        raise Unknown(f"memory has {count} after the warm-up, and a trend needs {_FEWEST_SAMPLES}")
     whole, level = theilslopes(sizes, times), float(sizes[0])
     grown = float(whole.slope) * (times[-1] - times[0])
     if whole.low_slope <= 0 or grown < _GROWTH_BYTES or grown < _GROWTH_SHARE * level:

@@ -147,34 +147,35 @@ def straggler_of(works: Sequence[Work]) -> Straggler | None:
         ([reduce(add, works)], False, _LEAST_ONCE),
     ):
         for is_node in (True, False):
-            found = _common(windows, is_node, chronic)
-            if found is not None and found.share >= least:
-                return found
+            straggler = _common(windows, is_node, chronic)
+            if straggler is not None and straggler.share >= least:
+                return straggler
     return None
 
 
 def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | None:
     """The rank or node that is latest in most windows, if the others typically wait for it."""
     late = [
-        (work, found)
+        (work, lateness)
         for work in works
-        if (found := work.latest[is_node]) is not None
-        and found.excess >= _enough(work.wall / work.batches)
+        if (lateness := work.latest[is_node]) is not None
+        and lateness.excess >= _enough(work.wall / work.batches)
     ]
-    numbers = Counter(each.number for _, each in late)
+    numbers = Counter(lateness.number for _, lateness in late)
     number = max(numbers, key=numbers.__getitem__, default=-1)
     if numbers[number] < _CHRONIC * len(works):
         return None
-    late = [(work, each) for work, each in late if each.number == number]
+    late = [(work, lateness) for work, lateness in late if lateness.number == number]
     wall, excess, waiting = np.median(
-        [(work.wall / work.batches, each.excess, each.waiting) for work, each in late], axis=0
+        [(work.wall / work.batches, lateness.excess, lateness.waiting) for work, lateness in late],
+        axis=0,
     )
     seconds = min(excess, waiting)
     if seconds < _enough(wall) or excess < _EXPLAINED * waiting:
         return None
     whole = reduce(add, (work for work, _ in late))
     mine = whole.nodes == number if is_node else np.arange(len(whole.own)) == number
-    phases = np.median([each.phases for _, each in late], axis=0)
+    phases = np.median([lateness.phases for _, lateness in late], axis=0)
     windows = len(late) / len(works)
     return Straggler(
         None if is_node else number,
@@ -236,8 +237,8 @@ def _late_node(work: Work) -> _Late | None:
         return None
     own, waits = work.measured / work.batches, work.waits / work.batches
     late = _latest(
-        np.stack([np.median(own[each], axis=0) for each in members]),
-        np.array([np.median(waits[each]) for each in members]),
+        np.stack([np.median(own[ranks], axis=0) for ranks in members]),
+        np.array([np.median(waits[ranks]) for ranks in members]),
     )
     others = np.median(np.delete(own.sum(axis=1), members[late.number]))
     least = own[members[late.number]].sum(axis=1).min() - others
@@ -253,7 +254,8 @@ def _slow_gpu(host: Numbers, device: Numbers, late: NDArray[np.bool_]) -> bool:
     a result of a slow device waits for it in one phase only.
     """
     own, on_device = (
-        np.median(each[late], axis=0) - np.median(each[~late], axis=0) for each in (host, device)
+        np.median(values[late], axis=0) - np.median(values[~late], axis=0)
+        for values in (host, device)
     )
     phases = [list(PHASES).index(phase) for phase in _COMPUTED]
     counts = on_device >= _COUNTS * on_device.max()

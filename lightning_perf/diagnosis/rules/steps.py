@@ -60,7 +60,7 @@ def warmup(signals: Signals) -> Iterable[Impact]:
     over = dict.fromkeys(IN_BATCHES, 0.0)
     if len(signals.windows) > (signals.start or 1):
         batches, categories = signals.counts[0], {n: signals.category(n) for n in IN_BATCHES}
-        over = {n: each[0] - batches * signals.per_batch(each) for n, each in categories.items()}
+        over = {n: cost[0] - batches * signals.per_batch(cost) for n, cost in categories.items()}
     phase = max(over, key=over.__getitem__) if any(over.values()) else None
     compilations = [r for r in signals.actions if (r.stage, r.category) == (COMPILE, "forward")]
     compiling = float(signals.total(compilations).seconds[:1].sum())
@@ -184,8 +184,8 @@ def slowdown(signals: Signals) -> Iterable[Impact]:
     steps = signals.within_epochs
     measured = np.flatnonzero(np.isfinite(steps))
     if len(measured) < 2 * _SUSTAINED:
-        found = counted(len(measured), "measured batch")
-        raise Unknown(f"{found}, and a slowdown needs {2 * _SUSTAINED}")
+        batches = counted(len(measured), "measured batch")
+        raise Unknown(f"{batches}, and a slowdown needs {2 * _SUSTAINED}")
     change = stats.change_point(steps[measured], _SLOWER, _SUSTAINED)
     if change is None:
         return
@@ -225,7 +225,7 @@ def slowdown(signals: Signals) -> Iterable[Impact]:
     yield Impact(
         np.maximum(lost, 0.0), 1.0, culprit, phase, None, evidence, advice, whole_run=True,
         on_host=False, inferred=True,
-        within={n: each / total * np.maximum(lost, 0.0) for n, each in grown.items() if total},
+        within={n: part / total * np.maximum(lost, 0.0) for n, part in grown.items() if total},
     )  # fmt: skip
 
 
