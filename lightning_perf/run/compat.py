@@ -149,6 +149,11 @@ def batches_seen(trainer: Trainer) -> tuple[int, int]:
     return total, in_epoch if in_epoch < trainer.num_training_batches else 0
 
 
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether training runs no backward now, as in the last epoch of StochasticWeightAveraging."""
+    return bool(getattr(trainer.fit_loop, "_skip_backward", False))
+
+
 def max_seconds(trainer: Trainer) -> float | None:
     """Return ``max_time`` in seconds, or None if it is not set."""
     timers = (each for each in getattr(trainer, "callbacks", ()) if type(each).__name__ == "Timer")
