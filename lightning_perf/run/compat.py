@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,7 +18,7 @@ from lightning_perf.tracking.summary import installed_version
 from lightning_perf.units import three_digits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from lightning.pytorch import Trainer
 
@@ -299,7 +300,7 @@ def signal_connector(trainer: Trainer) -> Any:
 
 def evaluation_ends(trainer: Trainer, stage: str, nested: bool) -> bool:
     """Whether the current batch is the last one of a stage other than training."""
-    loop = validation_loop(trainer) if nested else getattr(trainer, f"{stage}_loop", None)
+    loop = _loop_of(trainer, stage, nested)
     return bool(getattr(getattr(loop, "batch_progress", None), "is_last_batch", False))
 
 
@@ -378,9 +379,34 @@ def validation_loader(trainer: Trainer) -> Any:
     return _first_loader(validation_loop(trainer))
 
 
+def batch_size(trainer: Trainer, stage: str, nested: bool) -> int | None:
+    """Return the samples of the first batch of a stage, if all its data loaders give as many."""
+    sizes = {_batch_size(loader) for loader in _loaders(_loop_of(trainer, stage, nested))}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    with suppress(Exception):  # unsized data has a sampler without a length
+        return min(size, len(loader.sampler))
+    return size
+
+
+def _loop_of(trainer: Trainer, stage: str, nested: bool) -> Any:
+    name = "fit_loop" if stage == "train" else f"{stage}_loop"
+    return validation_loop(trainer) if nested else getattr(trainer, name, None)
+
+
+def _loaders(loop: Any) -> Sequence[Any]:
+    return getattr(getattr(loop, "_combined_loader", None), "flattened", None) or ()
+
+
 def _first_loader(loop: Any) -> Any:
-    loaders: Any = getattr(loop, "_combined_loader", None)
-    return next(iter(getattr(loaders, "flattened", None) or ()), None)
+    return next(iter(_loaders(loop)), None)
 
 
 def _positive(value: float | None) -> int | None:
