@@ -161,15 +161,18 @@ class SpeedMonitor(WindowCallback):
         if window.stage != "train":
             nested = self._remaining is not None  # its time is `time/val` of training
             return {} if nested else {"time/total": spent / each}
-        self._validated = validation = window.own("progress/validation_seconds")
+        before, validation = self._validated, window.own("progress/validation_seconds")
+        self._validated = validation
         found = elapsed(spent, validation, self.time_unit)
-        if self._remaining is not None and self._context is not None and not window.at_end:
+        # At the end of a training it is logged only if validation changes it.
+        due = not window.at_end or validation > before
+        if due and self._remaining is not None and self._context is not None:
             self._remaining.limits = self._context.limits  # those of the current epoch
             spent, timed = (window.own(f"{self._prefix}/batch/{n}") for n in ("seconds", "count"))
             known = window.since_start("batch/count") > 0
             left = self._remaining.seconds(window.last, spent / timed, validation) if known else inf
             if left < inf:
-                found["time/remaining_estimate"] = left / each
+                found["time/remaining_estimate"] = 0.0 if window.at_end else left / each
         return found
 
 
@@ -228,7 +231,9 @@ class RemainingTime:
     def _batches_left(self, now: Timestamp) -> float:
         limits, left = self.limits, inf
         batches, steps = now.batch - self._start.batch, now.step - self._start.step
-        if limits.max_steps and steps > 0:
+        if limits.max_steps and limits.later_batches_per_step is not None:
+            left = limits.batches_until(limits.max_steps, now)
+        elif limits.max_steps and steps > 0:
             # Measured steps per batch: covers gradient accumulation and several optimizers.
             left = (limits.max_steps - now.step) * batches / steps
         if limits.max_epochs:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from math import prod
 from typing import Any
@@ -48,6 +49,23 @@ def get_num_samples(batch: Any) -> int:
 def get_num_tokens(batch: Any) -> int:
     """Return the tokens, padding included, of all ``input_ids`` or a packed sequence; else 0."""
     return int(batch.data.shape[0]) if hasattr(batch, "batch_sizes") else _num_ids(batch)
+
+
+def counter_for(batch: Any, size: int) -> Callable[[Any], int] | None:
+    """Return what counts batches like this one, which should have ``size`` samples.
+
+    If their tensors have another first dimension, the batch may be a list of samples
+    (``collate_fn=list``) or contain lists of them. None if nothing has this size.
+    """
+    with suppress(NotImplementedError, ValueError):
+        if get_num_samples(batch) == size:
+            return get_num_samples
+    lists = [(None, batch), *parts(batch)]
+    found = [key for key, part in lists if type(part) in (list, tuple) and len(part) == size]
+    if not found:
+        return None
+    key = found[0]
+    return len if key is None else lambda batch: len(dict(parts(batch))[key])
 
 
 def checked_count(value: Any, name: str) -> int:

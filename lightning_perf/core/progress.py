@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import total_ordering
+from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @total_ordering
@@ -192,6 +193,8 @@ class Limits:
     samples_per_epoch: int | None = None
     #: Batches per optimizer step (gradient accumulation).
     batches_per_step: int = 1
+    #: The epochs from which on there are others, in their order; None if it never changes.
+    later_batches_per_step: Sequence[tuple[int, int]] | None = None
 
     @property
     def known(self) -> bool:
@@ -211,6 +214,25 @@ class Limits:
         if self.max_seconds:
             done = max(done, (timestamp.total_wct + validation_seconds) / self.max_seconds)
         return min(done, 1.0) if done >= 0.0 else None
+
+    def batches_until(self, step: int, now: Timestamp) -> int:
+        """Return the number of batches from now until a step is done, of one optimizer."""
+        each, every, epoch, within = (
+            self.batches_per_epoch, self.batches_per_step, now.epoch, now.batch_in_epoch
+        )  # fmt: skip
+        if not each:
+            return (step - now.step) * every
+        # Both since the start of the epoch, whose last batch always makes a step.
+        made = ceil(within / every) if within == each else within // every
+        steps, batches = step - now.step + made, -within
+        for later, then in (*(self.later_batches_per_step or ()), (inf, 1)):
+            per_epoch = ceil(each / every)
+            epochs = int(min((steps - 1) // per_epoch, later - epoch))
+            steps, batches = steps - epochs * per_epoch, batches + epochs * each
+            if epoch + epochs < later:
+                break
+            every, epoch = then, int(later)
+        return batches + min(steps * every, each)
 
     def _within_epoch(self, timestamp: Timestamp) -> float:
         if self.batches_per_epoch:

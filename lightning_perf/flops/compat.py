@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +24,27 @@ if TYPE_CHECKING:
 
 _CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
 _RECOMPUTING = frozenset(["backward", "recompute_fn", "unpack_hook"])
+#: The function of torch.autograd that starts each backward.
+_RUN = "_engine_run_backward"
 _AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
+#: Of each backward that runs under a counter, the innermost last: whether it will be differentiated
+#: (``create_graph=True``).
+_DIFFERENTIATED: list[bool] = []
 
 
 def is_recomputation() -> bool:
     """Whether a forward is recomputed during a backward, by any kind of activation checkpointing.
 
-    A backward runs with gradients disabled, unless it will be differentiated and therefore keeps
-    its graph. Where it does not keep it but gradients are enabled, a function of the graph has
-    enabled them to run a forward again. Otherwise only torch's own checkpointing is recognized.
+    A backward runs with gradients disabled, unless it will be differentiated. Where it will not but
+    gradients are enabled, a function of the graph has enabled them to run a forward again.
+    Otherwise only torch's own checkpointing is recognized.
     """
     task = getattr(torch._C, "_current_graph_task_id", None)
-    if task is not None and task() == -1:
-        return False
-    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    if task is not None and torch.is_grad_enabled() and keeps_graph and not keeps_graph():
-        return True
+    if task is not None:
+        if task() == -1:
+            return False
+        if torch.is_grad_enabled() and _DIFFERENTIATED[-1:] == [False]:
+            return True
     frame: FrameType | None = sys._getframe()
     callee = None
     while frame is not None:
@@ -127,11 +133,23 @@ def _as_uncounted(operator: Any, keys: DispatchKeySet) -> Iterator[None]:
         yield
 
 
-class Construction:
-    """Lets counted code construct tensors of its own classes, which torch refuses under a mode.
+def _run_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As ``torch.autograd``'s function of this name, noting whether it creates a graph."""
+    creates_graph = args[3] if len(args) > 3 else kwargs.get("create_graph", False)
+    # What a recomputation differentiates is part of the forward that it runs again.
+    _DIFFERENTIATED.append(bool(creates_graph) and not is_recomputation())
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _DIFFERENTIATED.pop()
 
-    Replaces ``Tensor.__new__`` while any thread is inside of a mode of this kind, which has the
-    methods ``begin`` and ``end``.
+
+class Patches:
+    """What is replaced of torch while any thread is inside of a mode of this kind.
+
+    ``Tensor.__new__``, so that counted code can construct tensors of its own classes, which torch
+    refuses under a mode; and the function that starts each backward. The mode has the methods
+    ``begin`` and ``end``.
     """
 
     def __init__(self, kind: type[Any]) -> None:
@@ -139,29 +157,37 @@ class Construction:
         self._lock, self._users = Lock(), 0
         # Another library's replacement, such as DeepSpeed's.
         self._replaced: Any = None
+        self._backward: Any = None
 
     def patch(self) -> None:
         """A mode starts."""
         # It keeps the Tensor.__new__ of its import, which must be the original. The first operator
         # under a mode would import it anyway.
-        import torch._dynamo  # noqa: F401
+        import torch._dynamo
 
         with self._lock:
             if not self._users and hasattr(_python_dispatch, "_get_current_dispatch_mode"):
                 self._replaced = vars(Tensor).get("__new__")
                 Tensor.__new__ = self._construct  # type: ignore[method-assign, assignment]
+            run = getattr(torch.autograd, _RUN, None)
+            if not self._users and run is not None:
+                self._backward = partial(_run_backward, run)
+                setattr(torch.autograd, _RUN, self._backward)
             self._users += 1
 
     def restore(self) -> None:
         """A mode stops."""
         with self._lock:
             self._users -= 1
-            # Whoever replaced it later restores it.
-            if self._users or getattr(vars(Tensor).get("__new__"), "__self__", None) is not self:
+            if self._users:
                 return
-            del Tensor.__new__
-            if self._replaced is not None:
-                Tensor.__new__ = self._replaced  # type: ignore[method-assign]
+            # Whoever replaced them later restores them.
+            if vars(torch.autograd).get(_RUN, 0) is self._backward:
+                setattr(torch.autograd, _RUN, self._backward.args[0])
+            if getattr(vars(Tensor).get("__new__"), "__self__", None) is self:
+                del Tensor.__new__
+                if self._replaced is not None:
+                    Tensor.__new__ = self._replaced  # type: ignore[method-assign]
 
     def _construct(self, kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """As ``Tensor.__new__``, outside of the modes of this thread."""

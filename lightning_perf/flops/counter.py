@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_perf.flops.compat import Construction, is_recomputation, parts_of
+from lightning_perf.flops.compat import Patches, is_recomputation, parts_of
 from lightning_perf.flops.operators import (
     CUDNN,
     Formula,
@@ -126,7 +126,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         if self._depth == 0:
             self._fake_mode = _fake_mode([torch.empty(0, device="cpu")])
-            _CONSTRUCTION.patch()
+            _PATCHES.patch()
             self.begin()
         self._depth += 1
         return self
@@ -135,7 +135,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth -= 1
         if self._depth == 0:
             self.end()
-            _CONSTRUCTION.restore()
+            _PATCHES.restore()
 
     def begin(self) -> None:
         """Count from now on, as the innermost mode."""
@@ -186,7 +186,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._model[dtype] += flops
 
 
-_CONSTRUCTION = Construction(FlopCounter)
+_PATCHES = Patches(FlopCounter)
 
 
 def _fake_mode(values: Sequence[Any]) -> object:

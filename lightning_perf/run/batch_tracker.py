@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
+from lightning_perf.core.batch import checked_count, counter_for, get_num_samples, get_num_tokens
 from lightning_perf.errors import warn
 from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchRecord, BatchTotals
@@ -62,6 +63,9 @@ class BatchTracker:
         self._every = compat.log_every_n_steps(self._trainer)
         recorder = self._spans.recorder
         self._clock = recorder.clock if recorder is not None else None
+        assert self.counter is not None  # made when the first stage began
+        stage, nested = self._stages.stage, self._stages.nested
+        self.counter.enter(stage, partial(compat.batch_size, self._trainer, stage, nested))
 
     def begin(self) -> None:
         """Reports before the stage's first batch get its step."""
@@ -105,22 +109,55 @@ class BatchTracker:
         return self._every > 0 and step % self._every == 0
 
 
+#: Batches of a stage that are compared with the batch size of its data loaders.
+_TRIES = 2
+
+
 class BatchCounter:
     """Counts the samples and tokens of a batch, with the user's functions or by inference.
 
-    The first of ``owners`` that defines a function takes precedence. A count that fails is None,
-    with one warning for samples and one for tokens.
+    The first of ``owners`` that defines a function takes precedence. The batch size of the data
+    loaders shows what else to count. A count that fails is None, with one warning for samples and
+    one for tokens.
     """
 
     def __init__(self, owners: Iterable[object]) -> None:
         owners = list(owners)
         self._samples = _find(owners, "get_num_samples_in_batch")
         self._tokens = _find(owners, "get_num_tokens_in_batch")
-        self._inferred = (self._samples, self._tokens) == (get_num_samples, get_num_tokens)
+        self._infers = self._samples is get_num_samples
+        self._use(self._samples)
         self._warned: set[str] = set()
+        # By stage: what counts its samples.
+        self._found: dict[str, _Counter] = {}
+        self._stage = ""
+        self._size: Callable[[], int | None] = lambda: None
+        # Batches that are compared with the size: one may be the last of its epoch.
+        self._tries = 0
+
+    def enter(self, stage: str, size: Callable[[], int | None]) -> None:
+        """Batches of a stage follow, whose data loaders have a size by the first of them."""
+        if self._infers:
+            self._stage, self._size = stage, size
+            self._tries = 0 if stage in self._found else _TRIES
+            self._use(self._found.get(stage, get_num_samples))
+
+    def _use(self, counter: _Counter) -> None:
+        self._samples = counter
+        self._inferred = (counter, self._tokens) == (get_num_samples, get_num_tokens)
+
+    def _choose(self, batch: Any) -> None:
+        """Find out what counts the samples of this stage."""
+        self._tries -= 1
+        size = self._size()
+        if size and (found := counter_for(batch, size)) is not None:
+            self._tries, self._found[self._stage] = 0, found
+            self._use(found)
 
     def count(self, batch: Any) -> tuple[int | None, int | None]:
         """Return the samples and tokens of a batch; None if unknown, 0 if not tracked."""
+        if self._tries:
+            self._choose(batch)
         if self._inferred and (type(batch) is list or type(batch) is tuple):
             # The common case, tensors of one length: same result as the general rules, but faster.
             try:

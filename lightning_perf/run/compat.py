@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,7 +18,7 @@ from lightning_perf.tracking.summary import installed_version
 from lightning_perf.units import three_digits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from lightning.pytorch import Trainer
 
@@ -147,6 +148,11 @@ def batches_seen(trainer: Trainer) -> tuple[int, int]:
     # Not "completed", which is one batch behind in a checkpoint written at the end of a batch.
     total, in_epoch = progress.total.processed, progress.current.processed
     return total, in_epoch if in_epoch < trainer.num_training_batches else 0
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether training runs no backward now, as in the last epoch of StochasticWeightAveraging."""
+    return bool(getattr(trainer.fit_loop, "_skip_backward", False))
 
 
 def max_seconds(trainer: Trainer) -> float | None:
@@ -294,7 +300,7 @@ def signal_connector(trainer: Trainer) -> Any:
 
 def evaluation_ends(trainer: Trainer, stage: str, nested: bool) -> bool:
     """Whether the current batch is the last one of a stage other than training."""
-    loop = validation_loop(trainer) if nested else getattr(trainer, f"{stage}_loop", None)
+    loop = _loop_of(trainer, stage, nested)
     return bool(getattr(getattr(loop, "batch_progress", None), "is_last_batch", False))
 
 
@@ -339,8 +345,20 @@ def limits_of(trainer: Trainer, owners: Iterable[object] = (), sharing: int = 1)
         max_seconds(trainer),
         _positive(trainer.num_training_batches),
         samples * sharing // trainer.world_size if samples else None,
-        trainer.accumulate_grad_batches,
+        *_accumulation(trainer),
     )
+
+
+def _accumulation(trainer: Trainer) -> tuple[int, list[tuple[int, int]] | None]:
+    """Return the batches per optimizer step now, and what a callback changes them to, by epoch."""
+    for each in getattr(trainer, "callbacks", ()):
+        if type(each).__name__ == "GradientAccumulationScheduler":
+            # Its hook, which sets the Trainer's number, may run after ours.
+            steps, epoch = sorted(each.scheduling.items()), trainer.current_epoch
+            return [n for at, n in steps if at <= epoch][-1], [
+                one for one in steps if one[0] > epoch
+            ]
+    return trainer.accumulate_grad_batches, None
 
 
 def resumes(trainer: Trainer) -> bool:
@@ -373,9 +391,34 @@ def validation_loader(trainer: Trainer) -> Any:
     return _first_loader(validation_loop(trainer))
 
 
+def batch_size(trainer: Trainer, stage: str, nested: bool) -> int | None:
+    """Return the samples of the first batch of a stage, if all its data loaders give as many."""
+    sizes = {_batch_size(loader) for loader in _loaders(_loop_of(trainer, stage, nested))}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _batch_size(loader: Any) -> int | None:
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    with suppress(Exception):  # unsized data has a sampler without a length
+        return min(size, len(loader.sampler))
+    return size
+
+
+def _loop_of(trainer: Trainer, stage: str, nested: bool) -> Any:
+    name = "fit_loop" if stage == "train" else f"{stage}_loop"
+    return validation_loop(trainer) if nested else getattr(trainer, name, None)
+
+
+def _loaders(loop: Any) -> Sequence[Any]:
+    return getattr(getattr(loop, "_combined_loader", None), "flattened", None) or ()
+
+
 def _first_loader(loop: Any) -> Any:
-    loaders: Any = getattr(loop, "_combined_loader", None)
-    return next(iter(getattr(loaders, "flattened", None) or ()), None)
+    return next(iter(_loaders(loop)), None)
 
 
 def _positive(value: float | None) -> int | None:

@@ -58,9 +58,10 @@ class FlopMeter:
     input shapes is counted on the real batch while it runs; a compiled module is counted on a fake
     copy, so that it stays compiled. Some batches of known signatures are counted again, because
     those of a model with random structure differ; a counted batch has its own FLOPs, others have
-    the mean. Counting is repeated when layers are frozen or unfrozen between epochs, or one batch
-    in some hundred shows another cost. After enough signatures, the FLOPs of new ones are
-    predicted. Data loaders of validation are counted by themselves.
+    the mean. Counting is repeated when layers are frozen or unfrozen between epochs, when an epoch
+    runs no backward, or when one batch in some hundred shows another cost. After enough
+    signatures, the FLOPs of new ones are predicted. Data loaders of validation are counted by
+    themselves.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -181,7 +182,8 @@ class FlopMeter:
         train = self._stage == "train"
         trainable = tuple(each.requires_grad for each in self.module.parameters())
         after = _RECOUNT[self.module.automatic_optimization or not train]
-        key = self._stage, trainable, 0 if train else self._loader
+        loader = 0 if train else self._loader
+        key = self._stage, trainable, loader, compat.skips_backward(self._trainer)
         cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage], after))
         if train and (done := compat.batches_seen(self._trainer)[0]) >= self._checked_from:
             self._checked_from = done + _CHECKED_EVERY
@@ -240,7 +242,8 @@ class FlopMeter:
         """Run the stage's step of a module in the precision plugin's context."""
         step, context = getattr(module, _STEPS[self._stage]), _CONTEXTS[self._stage]
         with getattr(self._trainer.precision_plugin, context)():
-            return step(batch, *arguments)
+            loss = step(batch, *arguments)
+        return None if compat.skips_backward(self._trainer) else loss
 
     @property
     def _counted_flops(self) -> Counts | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.small import Records, Small, TwoOptimizers, trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -120,8 +121,9 @@ def test_validation_is_estimated_after_the_first_one(
     """After the first validation, the estimate includes all later ones."""
     every = int(interval * 16) if isinstance(interval, float) else interval
     options = {"max_epochs": 3, "val_check_interval": interval, "limit_val_batches": 4}
-    found = dict(enumerate(estimates(tmp_path, Timed(clock), **options), start=2))
-    for batch, seconds in found.items():
+    *found, last = estimates(tmp_path, Timed(clock), **options)
+    assert last == 0  # after the last validation
+    for batch, seconds in enumerate(found, start=2):
         # The estimate of a batch's end comes after its report.
         to_come = 48 // every - (batch - 1) // every if batch > every else 0
         assert seconds == pytest.approx((48 - batch) * BATCH + to_come * VALIDATION), batch
@@ -169,9 +171,9 @@ def test_a_resumed_run_uses_its_own_speed(tmp_path: Path, clock: Clock) -> None:
     module = Timed(clock, lambda batch: BATCH / 2)
     fit = {"ckpt_path": tmp_path / "last.ckpt"}
     found = estimates(tmp_path, module, fit, **options | {"max_epochs": 4})
-    assert len(found) == 31
+    assert len(found) == 31 + 1
     assert found[0] == pytest.approx(30 * BATCH / 2)
-    assert found[-1] == pytest.approx(VALIDATION)
+    assert found[-2:] == pytest.approx([VALIDATION, 0])
 
 
 def test_a_resume_just_before_a_validation_does_not_multiply_it() -> None:
@@ -227,6 +229,47 @@ def test_gradient_accumulation_is_included(tmp_path: Path, clock: Clock) -> None
     options = {"max_epochs": -1, "max_steps": 10, "accumulate_grad_batches": 4}
     found = estimates(tmp_path, Timed(clock), **options)
     assert found == pytest.approx([BATCH * left for left in range(36, -1, -4)])
+
+
+def steps_left(schedule: dict[int, int], batches_per_epoch: int, max_steps: int) -> list[int]:
+    """The batches left after each step, simulated."""
+    steps, batch = [], 0
+    while len(steps) < max_steps:
+        epoch, within = divmod(batch, batches_per_epoch)
+        every = schedule[max(at for at in schedule if at <= epoch)]
+        batch += 1
+        if (within + 1) % every == 0 or within + 1 == batches_per_epoch:
+            steps.append(batch)
+    return [batch - each for each in steps]
+
+
+@pytest.mark.parametrize(
+    "schedule", [{0: 4, 1: 2, 2: 1}, {0: 3, 2: 5}, {1: 4, 3: 2}, {0: 2}], ids=str
+)
+@pytest.mark.parametrize("max_steps", [3, 24, 37])
+def test_an_accumulation_that_changes_is_included(
+    tmp_path: Path, clock: Clock, schedule: dict[int, int], max_steps: int
+) -> None:
+    """The steps left until max_steps are converted to batches with the number of each epoch."""
+    options = {"max_epochs": -1, "max_steps": max_steps}
+    fit = Records()
+    monitor = SpeedMonitor(time_unit="seconds")
+    scheduler = GradientAccumulationScheduler(dict(schedule))
+    trainer(tmp_path, monitor, scheduler, logger=fit, **options).fit(Timed(clock))
+    found = [seconds for _, seconds in fit.of(KEY)]
+    expected = [BATCH * left for left in steps_left({0: 1, **schedule}, 16, max_steps)]
+    assert found == pytest.approx(expected[-len(found) :])
+    assert len(found) >= max_steps - 1
+
+
+@pytest.mark.parametrize("every", [5, 16])
+def test_nothing_remains_after_the_last_validation(
+    tmp_path: Path, clock: Clock, every: int
+) -> None:
+    """The last estimate, before the last validation, includes its time; at the end it is 0."""
+    options = {"max_epochs": 3, "limit_val_batches": 4, "log_every_n_steps": every}
+    *found, last = estimates(tmp_path, Timed(clock), **options)
+    assert last == 0 < min(found)
 
 
 def test_two_optimizers_are_included(tmp_path: Path, clock: Clock) -> None:

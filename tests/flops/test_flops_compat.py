@@ -62,14 +62,33 @@ def recomputed():
     return torchs.model_flops / LAYER, other.model_flops / LAYER
 
 
-@pytest.mark.parametrize(
-    "name", ["_current_graph_task_id", "_autograd._get_current_graph_task_keep_graph"]
-)
-def test_without_the_state_of_a_backward(monkeypatch, name):
+def test_without_the_state_of_a_backward(monkeypatch):
     """MFU includes what other libraries than torch recompute."""
     assert recomputed() == (3, 2)
-    monkeypatch.setattr(compat, "torch", Without(torch, f"_C.{name}"))
+    monkeypatch.setattr(compat, "torch", Without(torch, "_C._current_graph_task_id"))
     assert recomputed() == (3, 3)
+
+
+def test_without_the_function_that_starts_a_backward(monkeypatch):
+    """MFU includes what other libraries than torch recompute."""
+    original = torch.autograd._engine_run_backward
+    assert recomputed() == (3, 2)
+    assert torch.autograd._engine_run_backward is original
+    monkeypatch.setattr(compat, "_RUN", "renamed")
+    assert recomputed() == (3, 3)
+
+
+def test_a_backward_that_others_wrap_is_left_to_them(monkeypatch):
+    """A wrapper that was set while a counter ran stays, and later counters count through it."""
+    original = torch.autograd._engine_run_backward
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", original)  # restored at the end
+    with FlopCounter():
+        ours = torch.autograd._engine_run_backward
+        theirs = lambda *args, **options: ours(*args, **options)  # noqa: E731
+        torch.autograd._engine_run_backward = theirs
+    assert torch.autograd._engine_run_backward is theirs
+    assert recomputed() == (3, 2)
+    assert torch.autograd._engine_run_backward is theirs
 
 
 @pytest.mark.parametrize("name", compat._DISPATCHER)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, grad_and_value, jacrev, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
 
 from lightning_perf.flops import FlopCounter
 
@@ -111,14 +114,88 @@ def test_functions_that_run_a_forward_again():
     assert counts.hardware_flops == 8 * PRODUCT
 
 
-def test_a_backward_that_is_differentiated_is_no_recomputation():
-    """A gradient penalty costs two backwards of the model."""
-    layer = nn.Linear(WIDTH, 1, bias=False)
+def test_functions_that_run_a_forward_again_of_a_graph_that_is_kept():
+    """Their recomputation does not count for the model, though a second backward may follow."""
+    layers = segment()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with FlopCounter() as counter:
+        Recomputed.apply(x, layers).sum().backward(retain_graph=True)
+    assert counter.counts.model_flops == 6 * PRODUCT
+    assert counter.counts.hardware_flops == 8 * PRODUCT
+
+
+def test_a_gradient_inside_of_a_function_that_runs_a_forward_again():
+    """The backward of an energy is part of the forward that a function runs again."""
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
 
-    def penalty():
-        out = layer(x).square().sum()
-        return torch.autograd.grad(out, x, create_graph=True)[0].square()
+    def force(y):
+        with torch.enable_grad():
+            y = y.requires_grad_()
+            return torch.autograd.grad(layer(y).square().sum(), y, create_graph=True)[0]
 
-    counts = count(penalty)
-    assert counts.model_flops == counts.hardware_flops
+    counts = count(lambda: Recomputed.apply(x, force))
+    assert counts.hardware_flops == counts.model_flops + 2 * PRODUCT
+
+
+def energy(layers, x, parameters=None):
+    if parameters is None:
+        parameters = dict(layers.named_parameters())
+    return functional_call(layers, parameters, (x,)).square().mean()
+
+
+class TorchCounter(TorchDispatchMode):
+    """Torch's formulas without FlopCounterMode's hooks, which fail in gradients of gradients."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        out = operator(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(operator.overloadpacket)) is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def gradients(layers, x):
+    """Functions that call autograd with ``create_graph``, by name."""
+    parameters = dict(layers.named_parameters())
+    of = lambda parameters, x: energy(layers, x, parameters)  # noqa: E731
+    inputs = lambda **options: torch.autograd.grad(  # noqa: E731
+        energy(layers, x), x, create_graph=True, **options
+    )[0]
+    return {
+        "grad": lambda: grad(of)(parameters, x)["0.weight"],
+        "grad_and_value": lambda: grad_and_value(of)(parameters, x)[0]["0.weight"],
+        "vmap": lambda: vmap(grad(of), in_dims=(None, 0))(parameters, x)["0.weight"],
+        "vjp": lambda: vjp(lambda x: of(parameters, x), x)[1](torch.ones(()))[0],
+        "jacrev": lambda: jacrev(lambda x: functional_call(layers, parameters, (x,)))(x),
+        "hessian": lambda: jacrev(jacrev(lambda x: of(parameters, x)))(x),
+        "retained": inputs,
+        "not retained": lambda: inputs(retain_graph=False),
+    }
+
+
+@pytest.mark.parametrize("name", gradients(segment(), torch.ones(1, WIDTH)))
+@pytest.mark.parametrize("differentiated", [True, False])
+def test_a_backward_that_can_be_differentiated_is_no_recomputation(name, differentiated):
+    """Per-sample gradients, inner loops, gradient penalties: FLOPs are those of torch's counter."""
+    layers, x = segment(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    run = gradients(layers, x)[name]
+    with FlopCounter() as counter, TorchCounter() as torchs:
+        out = run().square().sum()
+        if differentiated and name != "not retained":
+            out.backward()
+    counts = counter.counts
+    assert counts.model_flops == counts.hardware_flops == torchs.flops > 0
+
+
+def test_a_checkpoint_whose_backward_is_differentiated():
+    """What a checkpoint below a gradient penalty recomputes does not count for the model."""
+    inner, x = segment(), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def penalty(run):
+        return torch.autograd.grad(run(x).square().sum(), x, create_graph=True)[0]
+
+    plain = count(lambda: penalty(inner))
+    saved = count(lambda: penalty(lambda y: checkpoint(inner, y, use_reentrant=False)))
+    assert saved.model_flops == plain.model_flops == plain.hardware_flops < saved.hardware_flops

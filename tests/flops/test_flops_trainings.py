@@ -18,6 +18,7 @@ from helpers.small import (
     launch,
     trainer,
 )
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -243,6 +244,31 @@ def test_batches_without_a_loss_cost_what_they_compute(tmp_path: Path, compiled:
     flops = Flops(peak_flops=1e9)
     trainer(tmp_path, flops).fit(model, torch.utils.data.DataLoader(data, 4))
     assert flops.metrics["batch_flops"] == pytest.approx(4 * (FLOPS_PER_SAMPLE + FORWARD) / 3, 0.01)
+
+
+@pytest.mark.filterwarnings("ignore:(Swapping|SWA|The number of|`training_step)")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_epoch_without_a_backward_costs_its_forwards(
+    tmp_path: Path, records: Records, compiled: bool
+) -> None:
+    """The last epoch of StochasticWeightAveraging, which only updates batch norms."""
+
+    class ForwardOnly(Callback):
+        """A shadow has no values: the batch norms of StochasticWeightAveraging need one."""
+
+        def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+            trainer.fit_loop._skip_backward = trainer.current_epoch == 2
+
+    model = Small()
+    model.net.insert(1, torch.nn.BatchNorm1d(HIDDEN))
+    averaging: Callback = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    if compiled:
+        model.net.compile(backend="eager")
+        averaging = ForwardOnly()
+    flops = Flops(peak_flops=1e9, schedule="every 4ba")
+    trainer(tmp_path, flops, averaging, max_epochs=2 + compiled, logger=records).fit(model)
+    found = [value for _, value in records.of("batch_flops")]
+    assert found[1:] == [4 * FLOPS_PER_SAMPLE] * 8 + [4 * FORWARD] * 4
 
 
 class Extra(Small):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers.small import FLOPS_PER_SAMPLE, Records, Small, trainer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_perf import SpeedMonitor, WindowCallback
 from lightning_perf.core.window import Window
@@ -113,3 +114,79 @@ def test_a_callback_with_after_batch_sees_current_counts(tmp_path: Path) -> None
     looks = HasBatchHook()
     trainer(tmp_path, looks, logger=Records(), log_every_n_steps=1000).fit(Small())
     assert looks.seen == list(range(1, 17))
+
+
+class Lists(Small):
+    """Trains on the mean of whatever tensors are in a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+        return self.net(torch.stack([leaf.float().mean().expand(8) for leaf in tensors])).mean()
+
+    validation_step = predict_step = training_step  # type: ignore[assignment]
+
+
+def image(number: int) -> Tensor:
+    return torch.ones(3, 8 + number % 3, 8)
+
+
+def labelled(number: int) -> tuple[Tensor, dict[str, Tensor]]:
+    return image(number), {"boxes": torch.ones(number % 3, 4), "labels": torch.ones(number % 3)}
+
+
+def columns(samples: list[Any]) -> Any:
+    """As torchvision collates samples for detection."""
+    return tuple(zip(*samples, strict=True))
+
+
+class Rows:
+    """An iterable that is no loader."""
+
+    def __iter__(self) -> Any:
+        return iter([torch.ones(3, 8)] * 2)
+
+
+IMAGES, LABELLED = [image(n) for n in range(10)], [labelled(n) for n in range(10)]
+SOUNDS = [{"audio": torch.ones(1, 99), "name": "x"} for _ in range(10)]
+PAIRS = [(torch.ones(8), torch.ones(1))] * 10
+PACKED = [(torch.ones(6, 8), torch.ones(6))] * 2
+LISTS: dict[str, Any] = {"batch_size": 4, "collate_fn": list}
+#: A data loader, and the samples of its batches.
+LOADERS: dict[str, tuple[Any, list[int]]] = {
+    "a list": (DataLoader(IMAGES, **LISTS), [4, 4, 2]),  # type: ignore[arg-type]
+    "of dicts": (DataLoader(SOUNDS, **LISTS), [4, 4, 2]),  # type: ignore[arg-type]
+    "lists": (DataLoader(LABELLED, 4, collate_fn=columns), [4, 4, 2]),  # type: ignore[arg-type]
+    "a dict of lists": (
+        DataLoader(LABELLED, 4, collate_fn=lambda rows: dict(enumerate(columns(rows)))),  # type: ignore[arg-type]
+        [4, 4, 2],
+    ),
+    "a short list": (DataLoader(IMAGES[:5], 8, collate_fn=list), [5]),  # type: ignore[arg-type]
+    "a batch sampler": (
+        DataLoader(IMAGES, batch_sampler=BatchSampler(range(10), 4, False), collate_fn=list),  # type: ignore[arg-type]
+        [4, 4, 2],
+    ),
+    "tensors": (DataLoader(PAIRS, 4), [4, 4, 2]),  # type: ignore[arg-type]
+    "as many tensors as samples": (DataLoader(PAIRS[:5], 2), [2, 2, 1]),  # type: ignore[arg-type]
+    "batches in one item": (
+        DataLoader(PACKED, 1, collate_fn=lambda one: one[0]),  # type: ignore[arg-type]
+        [6, 6],
+    ),
+    "no loader": (Rows(), [3, 3]),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("stage", ["fit", "predict"])
+def test_samples_are_inferred_from_the_batch_size_of_the_loader(
+    tmp_path: Path, name: str, stage: str
+) -> None:
+    """Lists of samples count with their length, also the shorter one at the end of an epoch."""
+    loader, expected = LOADERS[name]
+    keeps = RecordKeeper()
+    run = trainer(tmp_path, keeps, logger=Records(), limit_val_batches=1.0, max_epochs=1)
+    if stage == "fit":
+        run.fit(Lists(), loader, loader)
+        expected = 2 * expected  # of training, and of validation inside of it
+    else:
+        run.predict(Lists(), loader)
+    assert [record.samples for record in keeps.records] == expected
