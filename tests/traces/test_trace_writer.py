@@ -469,16 +469,15 @@ def test_only_uploaded_files_are_deleted(make_writer, worker, tmp_path):
 
 
 def test_a_file_between_two_attempts_is_not_deleted(make_writer, worker, tmp_path):
-    """Pruning skips a file that waits for its retry."""
+    """Pruning skips a file that waits for its retry; it alone is listed, in case of a SIGKILL."""
     server = Server(failures=1)
     writer = make_writer(targets=[Target(server)], num_traces_to_keep=1, backoff=(3600.0,))
     record(writer, 1)
     record(writer, 2)
     tried(worker)
-    assert files(tmp_path) == [
-        "run/traces/rank0.1.json",
-        "run/traces/rank0.2.json",
-    ]
+    listed, *traces = files(tmp_path)
+    assert traces == ["run/traces/rank0.1.json", "run/traces/rank0.2.json"]
+    assert json.loads((tmp_path / listed).read_text())["path"] == str(tmp_path / traces[0])
     assert worker.close(PATIENCE)
     assert len(server.files) == 2
     assert files(tmp_path) == ["run/traces/rank0.2.json"]
