@@ -1,7 +1,8 @@
 """Files: the one reader of those that strangers may have made, and the one writer.
 
 Folders of runs are shared and copied, so that any file below them may be hostile. The reader takes
-regular files only, with limits; the writer replaces regular files only.
+regular files only, with limits; the writer replaces regular files only. No other module searches
+folders with their subfolders.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import json
 import os
 import shutil
 from contextlib import contextmanager, suppress
-from errno import EFBIG, EINVAL, EISDIR
+from errno import E2BIG, EFBIG, EINVAL, EISDIR, ENAMETOOLONG
 from math import isfinite
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from io import BufferedReader
 
 # -- reading --------------------------------------------------------------------------------------
@@ -103,6 +104,51 @@ def finite(value: Any) -> Any:
 
 def _is_infinite(value: Any) -> bool:
     return isinstance(value, float) and not isfinite(value)
+
+
+# -- folders ------------------------------------------------------------------------------------
+
+#: Levels of folders that are searched, and the most files and folders of one search.
+_LEVELS, _MOST_ENTRIES = 100, 1_000_000
+
+
+def walked(
+    root: Path,
+    levels: int = _LEVELS,
+    enters: Callable[[str], bool] = lambda name: True,
+    failed: Callable[[OSError], object] = lambda error: None,
+) -> Iterator[tuple[Path, list[str]]]:
+    """A folder and those below it, each with the names of what is no folder, both by name.
+
+    Links are among these names. ``enters`` is asked for the name of each folder below. What is left
+    out is given to ``failed``: folders that cannot be read, and those beyond the limits.
+    """
+    waiting, entries = [(root, 0)], 0
+    while waiting:
+        folder, level = waiting.pop()
+        names, below = [], []
+        try:
+            with os.scandir(folder) as found:
+                for entry in found:
+                    entries += 1
+                    (below if entry.is_dir(follow_symlinks=False) else names).append(entry.name)
+                    if entries > _MOST_ENTRIES:
+                        raise OSError(E2BIG, f"more than {_MOST_ENTRIES:,} files", str(root))
+            below = sorted(filter(enters, below), reverse=True)
+            if below and level == levels:
+                raise OSError(ENAMETOOLONG, f"deeper than {levels} folders", str(folder))
+            waiting += [(folder / name, level + 1) for name in below]
+        except OSError as error:
+            failed(error)
+            if error.errno == E2BIG:
+                waiting.clear()
+        yield folder, sorted(names)
+
+
+def files_below(root: Path) -> Iterator[Path]:
+    """The regular files of a folder and its subfolders, and links to such files."""
+    paths = (folder / name for folder, names in walked(root) for name in names)
+    return (path for path in paths if path.is_file())
 
 
 # -- writing: a file has its name only when it is complete ----------------------------------------

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.errors import DAMAGE, describe
-from lightning_perf.files import gzipped_whole, written_whole
+from lightning_perf.files import files_below, gzipped_whole, written_whole
 from lightning_perf.traces.events import TraceError, microseconds, stream
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def find_window(folder: Path, window: str | None = None) -> list[RankTrace]:
     ``"validate/12"`` for that of validation.
     """
     windows: dict[tuple[Path, str], list[RankTrace]] = defaultdict(list)
-    for path in sorted(folder.rglob("rank*.json*")):
+    for path in sorted(files_below(folder)):
         name = TRACE_NAME.fullmatch(path.name)
         place = path.relative_to(folder).parent
         if name and (window is None or _is_named(window, place, name[2])):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, did_you_mean, without_credentials
-from lightning_perf.files import opened
+from lightning_perf.files import files_below, opened, walked
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import is_on_other_server, tracking_problem
 from lightning_perf.tracking.summary import (
@@ -118,11 +118,8 @@ def folders_of(root: Path, name: str | None = None) -> list[Path]:
     only if there is no other one.
     """
     found: list[tuple[int, float, Path]] = []
-    for place, below, files in os.walk(root):
-        folder = Path(place)
-        deep = len(folder.relative_to(root).parts) >= _DEPTH
-        # MLflow's own folders contain copies.
-        below[:] = [] if deep else [each for each in below if each[0] != "." and each != "mlruns"]
+    # MLflow's own folders contain copies.
+    for folder, files in walked(root, _DEPTH, lambda name: name[0] != "." and name != "mlruns"):
         if FILE_NAME in files:
             path = folder / FILE_NAME
             with suppress(OSError, SummaryError):  # another tool's file may have the same name
@@ -161,7 +158,7 @@ def read_folder(path: Path) -> Run:
         raise SummaryError(f"{path} is a database. Try --tracking-uri sqlite:///{path}")
     folder = folder_of(path)
     summary = read_summary(path if path.is_file() else folder / FILE_NAME)
-    files = tuple(sorted(str(each.resolve()) for each in folder.rglob("*") if each.is_file()))
+    files = tuple(sorted(str(each.resolve()) for each in files_below(folder)))
     return Run(f"{summary['run']} ({folder})", summary, files)
 
 
