@@ -116,7 +116,6 @@ class PendingUpload:
     #: The address of the target.
     target: dict[str, str] = field(default_factory=dict)
 
-
     @property
     def line(self) -> bytes:
         """The entry as a line of a list, without its end."""
