@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # -- reading --------------------------------------------------------------------------------------
 
 #: Bytes of the largest file that is read as a whole, and the deepest nesting of JSON.
-_MOST_BYTES, _DEEPEST = 32 << 20, 100
+MOST_BYTES, _DEEPEST = 32 << 20, 100
 #: Neither waits for the other end of a pipe, nor makes a terminal the process's own.
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
@@ -59,7 +59,7 @@ def opened(path: Path) -> BufferedReader:
     return open(path, "rb", opener=_open_regular)
 
 
-def read_bytes(path: Path, most: int = _MOST_BYTES) -> bytes:
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """The content of a file; raises `OSError` if it cannot be read or has more bytes."""
     with opened(path) as file:
         content = file.read(most + 1)
@@ -215,6 +215,20 @@ def appended(path: Path) -> BinaryIO:
     """Open a file to append to it, unbuffered, and not through a link, which may point anywhere."""
     how = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     return os.fdopen(_open_regular(str(path), how), "ab", buffering=0)
+
+
+@contextmanager
+def limited(most: int) -> Iterator[None]:
+    """Let this process write no file beyond so many bytes: more raises `OSError`, in any library."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    least = min(each for each in (most, soft, hard) if each != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (least, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def check_own(path: Path) -> None:
