@@ -183,7 +183,7 @@ def deep(tmp_path: Path) -> Iterator[Path]:
     """A folder with 1900 levels of folders below it, more than Python's recursion limit."""
     place = os.open(tmp_path, os.O_RDONLY)
     for _ in range(1900):
-        os.mkdir("a", dir_fd=place)  # noqa: PTH102
+        os.mkdir("a", dir_fd=place)
         place, above = os.open("a", os.O_RDONLY, dir_fd=place), place
         os.close(above)
     os.close(place)

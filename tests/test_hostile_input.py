@@ -254,7 +254,7 @@ BOMBS: dict[str, Callable[[], Iterator[str]]] = {
     [*((kind, "trace") for kind in BOMBS), ("head", "combine"), ("places", "combine")],
 )
 def test_no_trace_fills_the_memory(tmp_path: Path, kind: str, command: str) -> None:
-    """Within 600 MB of address space, each is refused, or read in part, without an error of ours."""
+    """Within 600 MB of address space, each is refused or read in part, without a traceback."""
     with gzip.open(tmp_path / "rank0.1.json.gz", "wt", 6) as file:
         file.writelines(BOMBS[kind]())
         file.write(_EVENT % (1, 1, "") + "{}]}")

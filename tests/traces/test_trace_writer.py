@@ -443,6 +443,18 @@ def test_a_failing_prepare_is_a_warning(make_writer, worker, tmp_path):
     assert writer.saved_traces == []
 
 
+def test_what_a_tool_leaves_of_an_empty_recording_is_removed(make_writer, worker, tmp_path):
+    """On a full disk torch leaves a part of the trace beside the path that it was given."""
+
+    def cut():
+        spooled.with_name(f"{spooled.name}.tmp").write_bytes(b"{")
+
+    spooled = (writer := make_writer()).spool("train")
+    with pytest.warns(PerfWarning, match="the recorder wrote nothing"):
+        after(worker, writer.write(spooled, Timestamp(batch=5), "train", cut))
+    assert files(tmp_path) == []
+
+
 # Keeping and pruning
 
 
