@@ -115,8 +115,8 @@ _LEVELS, _MOST_ENTRIES = 100, 1_000_000
 def walked(
     root: Path,
     levels: int = _LEVELS,
-    enters: Callable[[str], bool] = lambda name: True,
-    failed: Callable[[OSError], object] = lambda error: None,
+    enters: Callable[[str], bool] = bool,
+    failed: Callable[[OSError], object] = str,
 ) -> Iterator[tuple[Path, list[str]]]:
     """A folder and those below it, each with the names of what is no folder, both by name.
 
@@ -126,7 +126,7 @@ def walked(
     waiting, entries = [(root, 0)], 0
     while waiting:
         folder, level = waiting.pop()
-        names, below = [], []
+        names, below = list[str](), list[str]()
         try:
             with os.scandir(folder) as found:
                 for entry in found:
@@ -219,7 +219,7 @@ def appended(path: Path) -> BinaryIO:
 
 @contextmanager
 def limited(most: int) -> Iterator[None]:
-    """Let this process write no file beyond so many bytes: more raises `OSError`, in any library."""
+    """Let this process write no file beyond so many bytes: that raises `OSError`, anywhere."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

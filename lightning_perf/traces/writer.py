@@ -326,5 +326,5 @@ class TraceWriter:
 
 
 def _left(spooled: Path) -> list[Path]:
-    """What a recorder has written to a path, or beside it: torch writes to one that ends in .tmp."""
+    """What a recorder has written to a path, or beside it, as torch does to one with .tmp."""
     return sorted(spooled.parent.glob(f"{spooled.name}*"))
