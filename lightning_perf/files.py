@@ -1,7 +1,8 @@
 """Files: the one reader of those that strangers may have made, and the one writer.
 
 Folders of runs are shared and copied, so that any file below them may be hostile. The reader takes
-regular files only, with limits; the writer replaces regular files only.
+regular files only, with limits; the writer replaces regular files only. No other module searches
+folders with their subfolders.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import json
 import os
 import shutil
 from contextlib import contextmanager, suppress
-from errno import EFBIG, EINVAL, EISDIR
+from errno import E2BIG, EFBIG, EINVAL, EISDIR, ENAMETOOLONG
 from math import isfinite
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from io import BufferedReader
 
 # -- reading --------------------------------------------------------------------------------------
 
 #: Bytes of the largest file that is read as a whole, and the deepest nesting of JSON.
-_MOST_BYTES, _DEEPEST = 32 << 20, 100
+MOST_BYTES, _DEEPEST = 32 << 20, 100
 #: Neither waits for the other end of a pipe, nor makes a terminal the process's own.
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
@@ -58,7 +59,7 @@ def opened(path: Path) -> BufferedReader:
     return open(path, "rb", opener=_open_regular)
 
 
-def read_bytes(path: Path, most: int = _MOST_BYTES) -> bytes:
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """The content of a file; raises `OSError` if it cannot be read or has more bytes."""
     with opened(path) as file:
         content = file.read(most + 1)
@@ -103,6 +104,51 @@ def finite(value: Any) -> Any:
 
 def _is_infinite(value: Any) -> bool:
     return isinstance(value, float) and not isfinite(value)
+
+
+# -- folders ------------------------------------------------------------------------------------
+
+#: Levels of folders that are searched, and the most files and folders of one search.
+_LEVELS, _MOST_ENTRIES = 100, 1_000_000
+
+
+def walked(
+    root: Path,
+    levels: int = _LEVELS,
+    enters: Callable[[str], bool] = bool,
+    failed: Callable[[OSError], object] = str,
+) -> Iterator[tuple[Path, list[str]]]:
+    """A folder and those below it, each with the names of what is no folder, both by name.
+
+    Links are among these names. ``enters`` is asked for the name of each folder below. What is left
+    out is given to ``failed``: folders that cannot be read, and those beyond the limits.
+    """
+    waiting, entries = [(root, 0)], 0
+    while waiting:
+        folder, level = waiting.pop()
+        names, below = list[str](), list[str]()
+        try:
+            with os.scandir(folder) as found:
+                for entry in found:
+                    entries += 1
+                    (below if entry.is_dir(follow_symlinks=False) else names).append(entry.name)
+                    if entries > _MOST_ENTRIES:
+                        raise OSError(E2BIG, f"more than {_MOST_ENTRIES:,} files", str(root))
+            below = sorted(filter(enters, below), reverse=True)
+            if below and level == levels:
+                raise OSError(ENAMETOOLONG, f"deeper than {levels} folders", str(folder))
+            waiting += [(folder / name, level + 1) for name in below]
+        except OSError as error:
+            failed(error)
+            if error.errno == E2BIG:
+                waiting.clear()
+        yield folder, sorted(names)
+
+
+def files_below(root: Path) -> Iterator[Path]:
+    """The regular files of a folder and its subfolders, and links to such files."""
+    paths = (folder / name for folder, names in walked(root) for name in names)
+    return (path for path in paths if path.is_file())
 
 
 # -- writing: a file has its name only when it is complete ----------------------------------------
@@ -169,6 +215,20 @@ def appended(path: Path) -> BinaryIO:
     """Open a file to append to it, unbuffered, and not through a link, which may point anywhere."""
     how = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
     return os.fdopen(_open_regular(str(path), how), "ab", buffering=0)
+
+
+@contextmanager
+def limited(most: int) -> Iterator[None]:
+    """Let this process write no file beyond so many bytes: that raises `OSError`, anywhere."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    least = min(each for each in (most, soft, hard) if each != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (least, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def check_own(path: Path) -> None:

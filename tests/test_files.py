@@ -6,24 +6,28 @@ import ast
 import json
 import os
 import re
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from helpers.command import exit_code
 from helpers.pending import read_pending
 
-from lightning_perf import ConfigError
+from lightning_perf import ConfigError, files
 from lightning_perf.callbacks.suite import from_environment
 from lightning_perf.core.progress import Ranks
 from lightning_perf.files import (
     NotRegularError,
     compress,
+    files_below,
     finite,
     gzipped_whole,
     parsed,
     place,
     read_bytes,
+    walked,
     written_whole,
 )
 from lightning_perf.traces import combine
@@ -169,3 +173,60 @@ def test_files_are_opened_in_one_module() -> None:
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             opens = OPENING.fullmatch(called) and "devnull" not in ast.unparse(node)
             assert not opens, f"{name}: {called}"
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Iterator[Path]:
+    """A folder with 1900 levels of folders below it, more than Python's recursion limit."""
+    place = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(1900):
+        os.mkdir("a", dir_fd=place)
+        place, above = os.open("a", os.O_RDONLY, dir_fd=place), place
+        os.close(above)
+    os.close(place)
+    yield tmp_path
+    subprocess.run(["rm", "-r", tmp_path / "a"], check=True)  # shutil.rmtree recurses
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("report",), 2, "there is no summary.json below"),
+        (("compare", "."), 2, "there is no summary.json below"),
+        (("trace", "--combine"), 2, "has no traces of ranks"),
+        (("upload",), 1, "a: deeper than 100 folders; no list here was read"),
+    ],
+)
+def test_a_deep_folder_ends_no_command(
+    deep: Path, args: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is searched to some depth, with one line; `upload` says that it has not seen all."""
+    assert exit_code(*args, str(deep)) == code
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_a_search_ends_after_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found until then is returned, and the error says that there is more."""
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert files_below(tmp_path).__next__().name == "file"
+    assert [folder.name for folder, _ in walked(tmp_path)] == [tmp_path.name, "a", "b", "c"]
+    monkeypatch.setattr(files, "_MOST_ENTRIES", 5)
+    errors: list[OSError] = []
+    found = [folder.name for folder, names in walked(tmp_path, failed=errors.append) if names]
+    assert found == [tmp_path.name, "a", "b"]
+    assert [error.strerror for error in errors] == ["more than 5 files"]
+
+
+def test_only_the_module_of_files_searches_subfolders() -> None:
+    """Others neither recurse nor walk: they would have no limits."""
+    searching = re.compile(r"\brglob\(|\bos\.f?walk\(")
+    found = {path.name for path in PACKAGE.rglob("*.py") if searching.search(path.read_text())}
+    assert found == set()

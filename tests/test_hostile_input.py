@@ -8,9 +8,13 @@ import io
 import json
 import os
 import platform
+import re
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +223,54 @@ def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, mutate: Callable[[An
         combine.align(traces)
         combine.write(traces, tmp_path / "all.json.gz")
         combine.collectives(traces)
+
+
+_EVENT = (
+    '{"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": %d, "dur": 1, "name": "%d nccl%s"},'
+)
+#: Traces that are small on the disk and large in memory: pieces of their text. The last two have
+#: ratios of true traces.
+BOMBS: dict[str, Callable[[], Iterator[str]]] = {
+    "head": lambda: chain(("{",), (f'"{i}": "{"x" * (1 << 24)}",' for i in range(40))),
+    "lists": lambda: chain(('{"a": ',), repeat("[{}," + "[]," * 999_999, 20)),
+    "value": lambda: chain(('{"traceEvents": [{"a": "',), repeat("x" * (1 << 20), 900)),
+    "names": lambda: chain(
+        ('{"traceEvents": [',),
+        (_EVENT % (i, i * 7**30, "x" * 4000) for i in range(120_000)),
+    ),
+    "places": lambda: chain(
+        ('{"traceEvents": [',),
+        (
+            _EVENT.replace("1,", f'"{i * 7**30}{"x" * 4000}",', 1) % (i, 0, "")
+            for i in range(120_000)
+        ),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "command"),
+    [*((kind, "trace") for kind in BOMBS), ("head", "combine"), ("places", "combine")],
+)
+def test_no_trace_fills_the_memory(tmp_path: Path, kind: str, command: str) -> None:
+    """Within 600 MB of address space, each is refused or read in part, without a traceback."""
+    with gzip.open(tmp_path / "rank0.1.json.gz", "wt", 6) as file:
+        file.writelines(BOMBS[kind]())
+        file.write(_EVENT % (1, 1, "") + "{}]}")
+    code = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
+from lightning_perf.cli import main
+main()
+"""
+    args = {"trace": ("rank0.1.json.gz",), "combine": ("--combine", ".", "-o", "all.json")}[command]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "trace", *args], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode in (0, 2)
+    assert not re.search("Traceback|MemoryError", done.stderr)
 
 
 @fuzzed

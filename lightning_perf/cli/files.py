@@ -22,7 +22,7 @@ from lightning_perf.cli import (
     print_json,
 )
 from lightning_perf.errors import describe, without_credentials
-from lightning_perf.files import check_own
+from lightning_perf.files import check_own, walked
 from lightning_perf.terminal import new_console, say
 from lightning_perf.traces.names import remote_format, split_url
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, taken_pending
@@ -296,11 +296,10 @@ def _send_all(
 
 def _places(folder: str, failed: Callable[[OSError], None]) -> Iterator[Path]:
     """The folders with lists; those that cannot be read are given to a function."""
-    for place, below, files in os.walk(folder, onerror=failed):
-        # Hidden folders belong to other tools and may be large.
-        below[:] = sorted(name for name in below if not name.startswith("."))
+    # Hidden folders belong to other tools and may be large.
+    for place, files in walked(Path(folder), enters=lambda name: name[0] != ".", failed=failed):
         if any(name.startswith(FILE_NAME) for name in files):
-            yield Path(place)
+            yield place
 
 
 class _NamedPlaces:

@@ -407,10 +407,11 @@ class Profiler(PerfCallback):
             try:
                 recorded = running.stop()
             except OSError as error:
+                session.writer.discard(running.path)
                 self._skip(error)
                 return
         if running.warmup or not (running.batches or cut_short):
-            running.path.unlink(missing_ok=True)
+            session.writer.discard(running.path)
             return
         session.opened = True
         stage = running.stage

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
-from lightning_perf.files import finite, write_text, written_whole
+from lightning_perf.files import files_below, finite, write_text, written_whole
 from lightning_perf.run import destination
 from lightning_perf.run.history import table
 from lightning_perf.terminal import new_console
@@ -230,7 +230,7 @@ class RunSummary:
         self.join()
         if self._root.mirror is None:  # the store has what is no longer here
             found = {each for each in found if each.exists()}
-        found |= {each for each in path.parent.rglob("*") if each.is_file()}
+        found.update(files_below(path.parent))
         files = sorted(
             each.relative_to(root).as_posix() if each.is_relative_to(root) else str(each)
             for each in found

@@ -13,8 +13,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.core.progress import STAGES
-from lightning_perf.errors import DAMAGE, describe
-from lightning_perf.files import gzipped_whole, written_whole
+from lightning_perf.errors import DAMAGE, describe, shown
+from lightning_perf.files import files_below, gzipped_whole, written_whole
 from lightning_perf.traces.events import TraceError, microseconds, stream
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ _PROCESSES = 1000
 _MOST_RANKS = 10**7
 #: Clocks whose steps end within this (microseconds) are not shifted: steps end less precisely.
 _STEPS_AGREE = 1e5
+#: The most characters in the names of a rank's collectives and steps, each of which counts as some.
+_MOST_MARKED, _MARKED = 1 << 22, 16
 #: How often clocks are corrected, because the rank that arrives last depends on them.
 _ROUNDS = 5
 #: Maximum windows that a message names.
@@ -98,7 +100,7 @@ def find_window(folder: Path, window: str | None = None) -> list[RankTrace]:
     ``"validate/12"`` for that of validation.
     """
     windows: dict[tuple[Path, str], list[RankTrace]] = defaultdict(list)
-    for path in sorted(folder.rglob("rank*.json*")):
+    for path in sorted(files_below(folder)):
         name = TRACE_NAME.fullmatch(path.name)
         place = path.relative_to(folder).parent
         if name and (window is None or _is_named(window, place, name[2])):
@@ -128,6 +130,7 @@ def scan(trace: RankTrace) -> None:
     """Read the head, the collectives and the steps of a trace."""
     collectives: dict[str, list[Marker]] = defaultdict(list)
     steps: dict[str, list[Marker]] = defaultdict(list)
+    room = _MOST_MARKED
     with _damage_named(trace.path):
         for event in stream(trace.path, trace.head):
             name = event.get("name")
@@ -136,9 +139,14 @@ def scan(trace: RankTrace) -> None:
             start = microseconds(event["ts"])
             marker = Marker(start, start + microseconds(event["dur"]))
             if _COLLECTIVE.fullmatch(name):
-                collectives[_shared_name(name, event)].append(marker)
+                found, name = collectives, _shared_name(name, event)
             elif _STEP.fullmatch(name):
-                steps[name].append(marker)
+                found = steps
+            else:
+                continue
+            room -= _MARKED if name in found else _MARKED + len(name)
+            if room > 0:
+                found[name].append(marker)
         trace.head["world_size"] = int(trace.head.get("world_size", 0))
         if trace.head["world_size"] > _MOST_RANKS:
             raise ValueError(f"its world_size is {trace.head['world_size']:,}")
@@ -177,7 +185,7 @@ def check(traces: Sequence[RankTrace]) -> None:
             if value != expected:
                 raise TraceError(
                     f"{first.path.name} and {trace.path.name} are not of one window: their {key} "
-                    f"is {expected!r} and {value!r}"
+                    f"is {shown(expected)} and {shown(value)}"
                 )
 
 
@@ -317,6 +325,8 @@ def _renamed(trace: RankTrace) -> Iterator[Event]:
             continue
         old, first = event["pid"], trace.rank * _PROCESSES + 1
         pid = event["pid"] = processes.setdefault(old, first + len(processes))
+        if len(processes) > _PROCESSES:
+            raise ValueError(f"it has more than {_PROCESSES:,} processes")
         if event.get("name") in ("process_name", "process_sort_index"):
             continue
         if pid not in named:

@@ -27,14 +27,24 @@ _SLACK = 2
 
 #: Bytes per read, of a file and of a gzipped one.
 _CHUNK, _PACKED_CHUNK = 1 << 20, 1 << 16
-#: Characters of the longest event or other value; a file with a longer one is damaged or no trace.
-_MOST_CHARACTERS = 1 << 26
+#: Characters of the longest event; a file with a longer one is damaged or no trace.
+_MOST_CHARACTERS = 1 << 22
+#: A gzipped file may have this many bytes, and so many times its own. Of traces it is 10 to 30
+#: times; of a file that was made to fill a memory or a disk, up to 1000.
+_UNPACKED, _RATIO = 1 << 24, 200
+#: The keys beside the events that are used; VizTracer's others hold all source files.
+_HEAD = (
+    "baseTimeNanoseconds", "batch", "host_name", "run_name", "stage", "viztracer_metadata",
+    "world_size",
+)  # fmt: skip
 _GZIPPED, _GZIP_FORMAT = b"\x1f\x8b", 31
 #: Times beyond this (microseconds) do not fit into 64 bits as nanoseconds.
 _LATEST = 9e15
 #: NaN and Infinity, which no other reader of JSON takes, become null.
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)
 _SPACE = re.compile(r"[\s,]*")
+#: What a value is skipped by: quotes, brackets, and pairs of a backslash and a character.
+_MARK = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 
 class TraceError(ValueError):
@@ -60,7 +70,8 @@ def _nanoseconds(value: float) -> int:
 def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
     """The events of a trace, gzipped or not.
 
-    ``head`` receives the file's other keys: those before the events first, the rest at the end.
+    ``head`` receives those of the file's other keys that are used: those before the events first,
+    the rest at the end.
     Raises `TraceError` if the file is not a trace, `CutShort` if it ends early, and `OSError` if it
     cannot be read.
     """
@@ -74,8 +85,10 @@ def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
             buffer.skip()
             if key == "traceEvents" and buffer.peek("["):
                 yield from buffer.elements()
-            else:
+            elif key in _HEAD:
                 head[key] = buffer.value()
+            else:
+                buffer.skip_value()
     elif buffer.peek("["):
         yield from buffer.elements()
     else:
@@ -87,14 +100,20 @@ def _texts(path: Path) -> Iterator[str]:
     decode = getincrementaldecoder("utf-8")().decode
     with opened(path) as file:
         packed = file.peek(2).startswith(_GZIPPED)
-        unpack = zlib.decompressobj(_GZIP_FORMAT)
+        unpack, unpacked = zlib.decompressobj(_GZIP_FORMAT), 0
         while piece := file.read(_PACKED_CHUNK if packed else _CHUNK):
             try:
-                while packed and piece:
-                    yield decode(unpack.decompress(piece))
-                    piece = unpack.unused_data
+                more = packed
+                while more:
+                    content = unpack.decompress(piece, _CHUNK)
+                    unpacked += len(content)
+                    if unpacked > max(_UNPACKED, _RATIO * file.tell()):
+                        raise CutShort(f"{path} unpacks to more than {_RATIO} times its size")
+                    yield decode(content)
+                    piece = unpack.unconsumed_tail or unpack.unused_data
                     if unpack.eof:  # gzipped files may be concatenated
                         unpack = zlib.decompressobj(_GZIP_FORMAT)
+                    more = bool(piece) or len(content) == _CHUNK
                 yield decode(piece)
             except (zlib.error, UnicodeDecodeError) as error:
                 raise CutShort(f"{path} is damaged ({error})") from error
@@ -138,6 +157,26 @@ class _Buffer:
             self._at = end
             return value
 
+    def skip_value(self) -> None:
+        """Skip the next value, which may be of any size."""
+        self.peek("")
+        if self._text[self._at] not in '"[{':
+            self.value()
+            return
+        depth, quoted = 0, False
+        while True:
+            for found in _MARK.finditer(self._text, self._at):
+                self._at, mark = found.end(), found[0]
+                if mark == '"':
+                    quoted = not quoted
+                elif not quoted and mark in "[]{}":
+                    depth += 1 if mark in "[{" else -1
+                if not (depth or quoted):
+                    return
+            # A backslash at the end belongs to the next character.
+            self._at = max(self._at, len(self._text) - self._text.endswith("\\"))
+            self._more()
+
     def elements(self) -> Iterator[Any]:
         """The elements of an array."""
         self.skip()
@@ -173,6 +212,8 @@ class _Buffer:
 MOST_EVENTS = 3_000_000
 #: Calls that are nested at once.
 _PIECE = 100_000
+#: Characters of the longest name; bytes of all names and places, and of one beside its characters.
+_LONGEST_NAME, _MOST_NAMES, _NAME = 1 << 12, 1 << 26, 100
 #: The largest number of a column.
 _LARGEST = (1 << 63) - 1
 #: The start of the names of steps' annotations, and the name that all of them get.
@@ -274,6 +315,8 @@ def read(path: Path, most: int = MOST_EVENTS) -> TraceEvents:
         if len(columns[0]) == most:
             notes.append(f"only the first {most:,} events of the {place} are used")
         tables.append([np.frombuffer(column, dtype=column.typecode) for column in columns])
+    if reader.named > _MOST_NAMES:
+        notes.append(f"events with new names are not used after {len(reader.names):,} names")
     host, callers = _nested(EventTable(*tables[0]))
     device, names = EventTable(*tables[1]), list(reader.names)
     memory = MemoryTable(*tables[2])
@@ -282,7 +325,7 @@ def read(path: Path, most: int = MOST_EVENTS) -> TraceEvents:
 
 class _Reader:
     def __init__(self, most: int) -> None:
-        self._most, self.count = most, 0
+        self._most, self.count, self.named = most, 0, 0
         self.host, self.device, self.memory = (
             [array(code) for code in codes] for codes in ("qqiiq", "qqiiq", "qbq")
         )
@@ -317,9 +360,18 @@ class _Reader:
         elif name.startswith(_STEP):
             name = STEP
         place = event["pid"] if kind >= Kind.KERNEL else (event["pid"], event["tid"])
-        number = self.names.setdefault((kind, name), len(self.names))
-        place = self._places.setdefault(place, len(self._places))
+        number = self._number(self.names, (kind, name[:_LONGEST_NAME]))
+        place = self._number(self._places, place)
         return columns, (start, end, number, place, int(arguments.get("External id", 0)))
+
+    def _number(self, numbers: dict[Any, int], key: object) -> int:
+        """The number of a name or a place; raises `ValueError` if there are too many to keep."""
+        if (number := numbers.get(key)) is None:
+            self.named += _NAME + len(str(key))
+            if self.named > _MOST_NAMES:
+                raise ValueError("too many names")
+            number = numbers[key] = len(numbers)
+        return number
 
 
 def _nested(host: EventTable) -> tuple[EventTable, NDArray[Any]]:

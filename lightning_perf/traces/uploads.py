@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import WarningDigest, describe, warn
-from lightning_perf.files import appended, check_own, parsed, read_bytes
+from lightning_perf.files import appended, check_own, parsed, read_bytes, written_whole
 from lightning_perf.traces.names import TakenNames
 
 if TYPE_CHECKING:
@@ -95,6 +95,9 @@ class Trace:
 
 FILE_NAME = "pending_uploads.jsonl"
 _MOVED = f"{FILE_NAME}.moved-"
+#: The list of what one queue still uploads. Only its process writes it; it is read if that is
+#: killed.
+_OPEN = f"{FILE_NAME}.open-"
 #: The most bytes of a damaged line that a warning shows.
 _MOST_SHOWN = 80
 
@@ -113,15 +116,19 @@ class PendingUpload:
     #: The address of the target.
     target: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def line(self) -> bytes:
+        """The entry as a line of a list, without its end."""
+        return json.dumps(asdict(self)).encode()
+
 
 def append_pending(root: Path, entry: PendingUpload) -> None:
     """Append an entry to the list in `root`; safe with several processes."""
-    _append(root, json.dumps(asdict(entry)).encode())
+    _append(root / FILE_NAME, entry.line)
 
 
-def _append(root: Path, line: bytes) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    path = root / FILE_NAME
+def _append(path: Path, line: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(3):
         with appended(path) as file:
             # A line that a full disk cut must not spoil this one.
@@ -139,15 +146,16 @@ def _append(root: Path, line: bytes) -> None:
 
 @contextmanager
 def taken_pending(root: Path) -> Iterator[dict[Hashable, PendingUpload]]:
-    """Take all entries off the list in `root`; those that are left at the end are listed again.
+    """Take all entries off the lists in `root`; those that are left at the end are listed again.
 
     Entries that other processes append meanwhile begin a new list. If this is interrupted, an entry
     may be listed twice, and none is lost. Damaged lines stay listed, with a warning. A list that is
     a link or no file raises `OSError` and stays: it could name any file.
     """
-    with suppress(FileNotFoundError):
-        check_own(root / FILE_NAME)
-        (root / FILE_NAME).rename(root / f"{_MOVED}{os.urandom(4).hex()}")
+    for path in [root / FILE_NAME, *root.glob(f"{_OPEN}*")]:
+        with suppress(FileNotFoundError):
+            check_own(path)
+            path.rename(root / f"{_MOVED}{os.urandom(4).hex()}")
     lists = sorted(root.glob(f"{_MOVED}*"))  # also of interrupted calls
     for path in lists:
         check_own(path)
@@ -170,7 +178,7 @@ def taken_pending(root: Path) -> Iterator[dict[Hashable, PendingUpload]]:
         for entry in left.values():
             append_pending(root, entry)
         for line in damaged:
-            _append(root, line)
+            _append(root / FILE_NAME, line)
         for path in lists:
             path.unlink(missing_ok=True)
 
@@ -192,11 +200,16 @@ _MOST_NAMED = 10
 
 
 class UploadQueue:
-    """The placed traces of one writer, until they are uploaded and pruned; thread-safe."""
+    """The placed traces of one writer, until they are uploaded and pruned; thread-safe.
+
+    Those that still have to be uploaded are in a list on the disk from the start, since a process
+    may be killed at any time.
+    """
 
     def __init__(self, run: TraceRun, prunes: bool) -> None:
         self._run, self._prunes = run, prunes
         self._lock = threading.Lock()
+        self._list = run.root / f"{_OPEN}{os.urandom(4).hex()}"
         # Both oldest first. Traces are identified by their raw file: paths may be reused.
         self._unsent: dict[Path, Trace] = {}
         self._prunable: dict[Path, None] = {}
@@ -215,6 +228,26 @@ class UploadQueue:
                 self._prunable[trace.path] = None
             if trace.sends:
                 self._unsent[trace.spooled] = trace
+                with suppress(OSError):  # on a full disk the upload may still succeed
+                    for entry in self._entries(trace):
+                        _append(self._list, entry.line)
+
+    def _entries(self, trace: Trace, why: str = "the run was killed first") -> list[PendingUpload]:
+        path, name = str(trace.path.absolute()), self._run.run_name
+        return [
+            PendingUpload(path, remote, name, why, dict(target.address))
+            for target, remote in trace.sends
+        ]
+
+    def _revise(self) -> None:
+        """Remove from the list what is no longer unsent. The lock is held."""
+        entries = [entry for trace in self._unsent.values() for entry in self._entries(trace)]
+        with suppress(OSError):
+            if not entries:
+                self._list.unlink(missing_ok=True)
+                return
+            with written_whole(self._list, durable=False) as file:
+                file.writelines(entry.line + b"\n" for entry in entries)
 
     def send(self, trace: Trace, retry: Callable[[Trace], object]) -> bool:
         """Try once to upload a trace to all targets that do not have it.
@@ -231,10 +264,14 @@ class UploadQueue:
                 why, final = describe(error), final and isinstance(error, NotHere)
         failed = replace(trace, failures=trace.failures + 1, sends=tuple(left))
         with self._lock:
-            if not left:
-                return self._unsent.pop(trace.spooled, None) is not None or not trace.sends
-            if trace.spooled in self._unsent:
+            if waits := trace.spooled in self._unsent:
                 self._unsent[trace.spooled] = failed
+                if not left:
+                    del self._unsent[trace.spooled]
+                if len(left) < len(trace.sends):
+                    self._revise()
+            if not left:
+                return waits or not trace.sends
         delays = () if final else self._run.backoff[trace.failures :]
         label = f"uploading {trace.path.name}"
         if not delays or not self._run.worker.submit(partial(retry, failed), label, delays[0]):
@@ -249,13 +286,13 @@ class UploadQueue:
                 self._prunable.pop(trace.path, None)
         if not parked:
             return
-        root, run_name = self._run.root, self._run.run_name
+        root = self._run.root
         listed = advice = f"`lightning-perf upload` sends what {root / FILE_NAME} lists"
         try:
-            for trace in parked:
-                for target, remote in trace.sends:
-                    path, address = str(trace.path.absolute()), dict(target.address)
-                    append_pending(root, PendingUpload(path, remote, run_name, why, address))
+            for entry in (entry for trace in parked for entry in self._entries(trace, why)):
+                append_pending(root, entry)
+            with self._lock:
+                self._revise()
         except OSError as error:
             advice = f"the list of pending uploads could not be written ({describe(error)})"
         names = ", ".join(str(trace.path) for trace in parked[:_MOST_NAMED])

@@ -120,6 +120,11 @@ class TraceWriter:
         """
         return self._names.spool(stage)
 
+    def discard(self, spooled: Path) -> None:
+        """Delete what a recorder has left at a path from `spool`."""
+        for path in _left(spooled):
+            path.unlink(missing_ok=True)
+
     def write(
         self,
         spooled: Path,
@@ -222,7 +227,7 @@ class TraceWriter:
         try:
             yield
         except Exception as error:
-            kept = next(filter(os.path.lexists, (trace.spooled, trace.path)), None)
+            kept = next(filter(os.path.lexists, (*_left(trace.spooled), trace.path)), None)
             where = "no file is left" if kept is None else f"see {kept}"
             message = f"{trace.path} was not finished ({describe(error)}); {where}."
             kind = f"traces were not finished; see {trace.spooled.parent}"
@@ -234,7 +239,7 @@ class TraceWriter:
         """Warn about a missing or empty recording, and about a full disk."""
         spooled = trace.spooled
         if not (spooled.exists() and spooled.stat().st_size):
-            spooled.unlink(missing_ok=True)
+            self.discard(spooled)
             message = (
                 f"the recorder wrote nothing for {trace.path}: the disk may be full, or the folder "
                 "was deleted."
@@ -319,3 +324,8 @@ class TraceWriter:
     def _is_mirrored(self, path: Path) -> bool:
         # The user chose an absolute folder for this machine.
         return self._run.mirror is not None and path.is_relative_to(self._run.root)
+
+
+def _left(spooled: Path) -> list[Path]:
+    """What a recorder has written to a path, or beside it, as torch does to one with .tmp."""
+    return sorted(spooled.parent.glob(f"{spooled.name}*"))

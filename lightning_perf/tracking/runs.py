@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
-from contextlib import contextmanager, suppress
+from collections import deque
+from concurrent.futures import thread as pools
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning_perf.background import Worker
 from lightning_perf.errors import describe, did_you_mean, without_credentials
-from lightning_perf.files import opened
+from lightning_perf.files import MOST_BYTES, files_below, limited, opened, walked
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import is_on_other_server, tracking_problem
 from lightning_perf.tracking.summary import (
@@ -24,16 +28,21 @@ from lightning_perf.tracking.summary import (
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mlflow import MlflowClient
 
     from lightning_perf.tracking.summary import Summary
 
+T = TypeVar("T")
+
 #: Levels of folders below the current one that are searched for runs.
 _DEPTH = 4
 #: The most runs of a name that are counted.
 _MOST_COUNTED = 100
+#: Limits of what a server answers: seconds to read a run and to download traces, pages of
+#: experiments, and levels and entries of a run's folders.
+_SECONDS, _DOWNLOAD_SECONDS, _MOST_PAGES, _LEVELS, _MOST_ENTRIES = 120.0, 3600.0, 100, 32, 20_000
 #: Params among a run's that describe its set-up.
 _SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
 
@@ -66,12 +75,16 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
     if what is not None and folders:
         return replace(read_folder(folders[-1]), note=_note(len(folders)))
     folder = folders[-1] if folders else None
+
+    def latest(client: MlflowClient) -> Run | None:
+        runs = _find(client, what)
+        if folder is not None and _is_older(runs[0], folder):
+            return None
+        return replace(_read(client, runs[0]), note=_note(len(runs)) if what is not None else "")
+
     try:
-        with _connected(tracking_uri or default_tracking_uri()) as client:
-            runs = _find(client, what)
-            if folder is None or not _is_older(runs[0], folder):
-                note = _note(len(runs)) if what is not None else ""
-                return replace(_read(client, runs[0]), note=note)
+        if found := _ask(tracking_uri or default_tracking_uri(), latest, _SECONDS):
+            return found
     except (LookupError, ImportError) as error:
         if folder is None:
             if tracking_uri is not None or _address() or isinstance(error, ImportError):
@@ -81,6 +94,7 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
             names = [] if what is None else [each.name for each in folders_of(Path())]
             hint = did_you_mean(what, names)
             raise LookupError(f"{missing}, and {error}. {hint}".rstrip()) from error
+    assert folder is not None  # otherwise there is a run, or an error
     return read_folder(folder)
 
 
@@ -118,11 +132,8 @@ def folders_of(root: Path, name: str | None = None) -> list[Path]:
     only if there is no other one.
     """
     found: list[tuple[int, float, Path]] = []
-    for place, below, files in os.walk(root):
-        folder = Path(place)
-        deep = len(folder.relative_to(root).parts) >= _DEPTH
-        # MLflow's own folders contain copies.
-        below[:] = [] if deep else [each for each in below if each[0] != "." and each != "mlruns"]
+    # MLflow's own folders contain copies.
+    for folder, files in walked(root, _DEPTH, lambda name: name[0] != "." and name != "mlruns"):
         if FILE_NAME in files:
             path = folder / FILE_NAME
             with suppress(OSError, SummaryError):  # another tool's file may have the same name
@@ -161,7 +172,7 @@ def read_folder(path: Path) -> Run:
         raise SummaryError(f"{path} is a database. Try --tracking-uri sqlite:///{path}")
     folder = folder_of(path)
     summary = read_summary(path if path.is_file() else folder / FILE_NAME)
-    files = tuple(sorted(str(each.resolve()) for each in folder.rglob("*") if each.is_file()))
+    files = tuple(sorted(str(each.resolve()) for each in files_below(folder)))
     return Run(f"{summary['run']} ({folder})", summary, files)
 
 
@@ -184,31 +195,47 @@ def _address() -> str:
 
 def download(what: str, tracking_uri: str | None, folder: Path, names: re.Pattern[str]) -> None:
     """Download the files of a run with such names into a folder, below their paths in MLflow."""
-    with _connected(tracking_uri or default_tracking_uri()) as client:
+
+    def copy(client: MlflowClient) -> None:
         run = _find(client, what)[0]
         if is_on_other_server(run.info.artifact_uri or "", client.tracking_uri):
             place = without_credentials(run.info.artifact_uri)
             raise LookupError(f"the files of {what} are on another server, {place}")
+        kept = shutil.disk_usage(folder).free // 2
         for path in _paths(client, run.info.run_id):
             if names.fullmatch(path.rpartition("/")[2]):
-                client.download_artifacts(run.info.run_id, path, str(folder))
+                with limited(max(0, shutil.disk_usage(folder).free - kept)):
+                    client.download_artifacts(run.info.run_id, path, str(folder))
+
+    _ask(tracking_uri or default_tracking_uri(), copy, _DOWNLOAD_SECONDS)
 
 
-@contextmanager
-def _connected(tracking_uri: str) -> Iterator[MlflowClient]:
-    """A client, whose errors are raised as `LookupError`."""
+def _ask(tracking_uri: str, question: Callable[[MlflowClient], T], seconds: float) -> T:
+    """What a function returns for a client; any error is raised as `LookupError`.
+
+    It runs on a thread that is not waited for any longer: a server decides how many pages there
+    are, how slowly it sends them, and how long MLflow waits before it tries again.
+    """
     # Before the address is checked, because no address helps without the package.
     from mlflow import MlflowClient
 
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     if problem := tracking_problem(tracking_uri):
         raise LookupError(problem)
+    worker = Worker("lightning_perf reading MLflow")
     try:
-        yield MlflowClient(tracking_uri)
+        return worker.call(lambda: question(MlflowClient(tracking_uri)), seconds)
     except LookupError:
         raise
+    except TimeoutError as error:
+        # MLflow downloads in a pool, whose threads Python would wait for at its end.
+        getattr(pools, "_threads_queues", {}).clear()
+        place = without_credentials(tracking_uri)
+        raise LookupError(f"{place} has not answered in full within {seconds:g} s") from error
     except Exception as error:  # MLflow, databases and networks raise many kinds of errors
         raise LookupError(describe(error)) from error
+    finally:
+        worker.close(0.0)
 
 
 def _is_older(run: Any, folder: Path) -> bool:
@@ -229,7 +256,7 @@ def _find(client: MlflowClient, what: str | None) -> Sequence[Any]:
         quote = '"' if "'" in what else "'"
         named = f"attributes.run_name = {quote}{what}{quote}"
     pages = [client.search_experiments()]
-    while pages[-1].token:
+    while pages[-1].token and len(pages) < _MOST_PAGES:
         pages.append(client.search_experiments(page_token=pages[-1].token))
     experiments = [experiment.experiment_id for page in pages for experiment in page]
     newest = ["attributes.start_time DESC"]
@@ -258,12 +285,19 @@ def _read(client: MlflowClient, run: Any) -> Run:
     )
 
 
-def _paths(client: MlflowClient, run_id: str, folder: str | None = None) -> Iterator[str]:
-    for entry in client.list_artifacts(run_id, folder):
-        if entry.is_dir:
-            yield from _paths(client, run_id, entry.path)
-        else:
-            yield entry.path
+def _paths(client: MlflowClient, run_id: str) -> Iterator[str]:
+    """The paths of a run's files, those of the upper folders first."""
+    waiting, entries = deque[tuple[str | None, int]]([(None, 0)]), 0
+    while waiting:
+        folder, level = waiting.popleft()
+        for entry in client.list_artifacts(run_id, folder):
+            entries += 1
+            if entries > _MOST_ENTRIES:
+                return
+            if not entry.is_dir:
+                yield entry.path
+            elif level < _LEVELS:
+                waiting.append((entry.path, level + 1))
 
 
 def _summary(client: MlflowClient, run_id: str, paths: Sequence[str]) -> Summary | None:
@@ -272,7 +306,9 @@ def _summary(client: MlflowClient, run_id: str, paths: Sequence[str]) -> Summary
     if not found:
         return None
     with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-        return read_summary(Path(client.download_artifacts(run_id, found[-1], scratch)))
+        with limited(MOST_BYTES):
+            path = client.download_artifacts(run_id, found[-1], scratch)
+        return read_summary(Path(path))
 
 
 def _from_metrics(client: MlflowClient, run: Any) -> Summary:

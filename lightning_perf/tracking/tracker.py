@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from lightning_perf.errors import ConfigError, warn, without_credentials
-from lightning_perf.files import opened, written_whole
+from lightning_perf.files import files_below, opened, written_whole
 from lightning_perf.traces.folder import README
 from lightning_perf.traces.names import numbered, split_url
 from lightning_perf.traces.uploads import Target
@@ -196,8 +196,8 @@ class Root:
 
     def close(self) -> None:
         """At the end of the run, remove a temporary folder; files not uploaded stay."""
-        files = (path for path in self.path.rglob("*") if path.is_file() and path.name != README)
-        if self.discards or (self.mirror is not None and not any(files)):
+        left = any(path.name != README for path in files_below(self.path))
+        if self.discards or (self.mirror is not None and not left):
             shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -184,6 +186,41 @@ def test_files_that_a_failing_server_refused_are_uploaded_later(
     assert "`lightning-perf upload` sends" in ended.stderr
     served_by.upload()
     assert served_by.artifacts | READMES == made  # which are uploaded only together with traces
+
+
+def dies(out: Path) -> None:
+    """Wait until the last trace is listed, and end as the kernel does when memory is short."""
+    until = time.monotonic() + 60
+    while not any(b"rank0.14." in each.read_bytes() for each in out.glob(f"{LIST}*")):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(place: Path, port: int, name: str, out: Path) -> Setting:
+    """A training whose server hangs from batch 7 on, and that is killed at its end."""
+    setting = served(place, port, {7: "hang"}, False, name, out / "unused")
+    setting.after = [Planted("on_train_end", partial(dies, out), 16)]
+    return setting
+
+
+def test_files_that_wait_at_a_sigkill_are_uploaded_later(
+    served_by: Served, fork_server: ForkServer, mlflow_server: str, tmp_path: Path
+) -> None:
+    """Nobody can write a list then: it is on the disk before, and `upload` sends what it has."""
+    port = urlsplit(mlflow_server).port
+    assert port is not None
+    served_by._proxies.append(proxy := Proxy(tmp_path / "proxy", port))
+    name = f"{served_by._name} ours"
+    ended = fork_server.run(
+        tmp_path / "process", fit, served_by.files, killed, tmp_path / "proxy", proxy.port, name,
+        served_by.files, ours=profilers("PyTorch"),
+    )  # fmt: skip
+    assert ended.code == -signal.SIGKILL, ended.stderr
+    assert {each for each in whole(served_by.files) if LIST not in each} == ALL
+    served_by.upload()
+    assert not list(served_by.files.glob(f"{LIST}*"))
+    assert served_by.artifacts | READMES == ALL
 
 
 @pytest.mark.parametrize("mode", ["down", "drop", "500", "403"])

@@ -319,7 +319,7 @@ def read(path: Path) -> None:
         assert path.read_text() == opens.how_to_open, path
     elif path.name == "summary.json":
         assert json.loads(path.read_text())["version"], path
-    elif path.suffix == ".jsonl":
+    elif ".jsonl" in path.name:
         assert [json.loads(line) for line in path.read_text().splitlines()], path
     else:
         raise AssertionError(f"{path} is of no kind that we write")

@@ -443,6 +443,18 @@ def test_a_failing_prepare_is_a_warning(make_writer, worker, tmp_path):
     assert writer.saved_traces == []
 
 
+def test_what_a_tool_leaves_of_an_empty_recording_is_removed(make_writer, worker, tmp_path):
+    """On a full disk torch leaves a part of the trace beside the path that it was given."""
+
+    def cut():
+        spooled.with_name(f"{spooled.name}.tmp").write_bytes(b"{")
+
+    spooled = (writer := make_writer()).spool("train")
+    with pytest.warns(PerfWarning, match="the recorder wrote nothing"):
+        after(worker, writer.write(spooled, Timestamp(batch=5), "train", cut))
+    assert files(tmp_path) == []
+
+
 # Keeping and pruning
 
 
@@ -469,16 +481,15 @@ def test_only_uploaded_files_are_deleted(make_writer, worker, tmp_path):
 
 
 def test_a_file_between_two_attempts_is_not_deleted(make_writer, worker, tmp_path):
-    """Pruning skips a file that waits for its retry."""
+    """Pruning skips a file that waits for its retry; it alone is listed, in case of a SIGKILL."""
     server = Server(failures=1)
     writer = make_writer(targets=[Target(server)], num_traces_to_keep=1, backoff=(3600.0,))
     record(writer, 1)
     record(writer, 2)
     tried(worker)
-    assert files(tmp_path) == [
-        "run/traces/rank0.1.json",
-        "run/traces/rank0.2.json",
-    ]
+    listed, *traces = files(tmp_path)
+    assert traces == ["run/traces/rank0.1.json", "run/traces/rank0.2.json"]
+    assert json.loads((tmp_path / listed).read_text())["path"] == str(tmp_path / traces[0])
     assert worker.close(PATIENCE)
     assert len(server.files) == 2
     assert files(tmp_path) == ["run/traces/rank0.2.json"]

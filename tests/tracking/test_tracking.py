@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import time
 import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from helpers.command import call
+from helpers.recordings import PATIENCE
 from helpers.servers import free_port
 from helpers.small import Records, Small, ours, trainer
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
@@ -278,3 +285,98 @@ def test_all_files_of_a_run_with_any_name_arrive(
         there = client.list_artifacts(logger.run_id, f"{folder}/{below}".rstrip("/"))
         assert here == {each.path.rpartition("/")[2] for each in there}
         assert here
+
+
+# -- servers of strangers -------------------------------------------------------------------------
+
+
+class Strange(BaseHTTPRequestHandler):
+    """Answers without end, in one of several ways."""
+
+    protocol_version = "HTTP/1.1"
+    mode: ClassVar[str] = ""
+    requests: ClassVar[int] = 0
+
+    def do_GET(self) -> None:
+        Strange.requests += 1
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.mode == "patience":
+            self._answer(b"slow down", 429, {"Retry-After": "100000"})
+        elif "experiments/search" in self.path:
+            found = {"experiment_id": str(self.requests), "lifecycle_stage": "active"}
+            token = {"next_page_token": f"{self.requests}"} if self.mode == "pages" else {}
+            self._answer({"experiments": [found], **token})
+        elif "runs/search" in self.path or "runs/get" in self.path:
+            place = f"mlflow-artifacts:/0/{'a' * 32}/artifacts"
+            info = {"run_id": "a" * 32, "status": "RUNNING", "start_time": 1, "artifact_uri": place}
+            self._answer({"runs": [{"info": info}], "run": {"info": info}})
+        elif "path=" in self.path or self.path.endswith("artifacts"):
+            name = "summary.json" if self.mode in ("large", "drops") else "folder"
+            entries = [{"path": name, "is_dir": name == "folder", "file_size": 3}] * 2
+            listed = "summary.json" not in self.path and self.mode != "pages"
+            self._answer({"files": entries if listed else []})
+        elif "mlflow-artifacts/artifacts" not in self.path:
+            self._answer({})
+        else:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            piece = b"x" * (1 << 16 if self.mode == "large" else 1)
+            with suppress(OSError):  # until the client is gone
+                while True:
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                    time.sleep(0.2 if self.mode == "drops" else 0)
+
+    do_POST = do_GET  # noqa: N815
+
+    def _answer(self, content: Any, code: int = 200, headers: Mapping[str, str] = {}) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(code)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "code", "said"),
+    [
+        ("pages", 0, ""),
+        ("folders", 0, ""),
+        ("patience", 2, "has not answered in full within 4 s"),
+        ("drops", 2, "has not answered in full within 4 s"),
+        ("large", 2, "Failed to download artifacts"),
+    ],
+)
+def test_no_server_makes_a_report_endless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, code: int, said: str
+) -> None:
+    """Pages, folders, bytes and waiting are limited, and the process ends."""
+    monkeypatch.setattr(Strange, "mode", mode)
+    monkeypatch.setattr(Strange, "requests", 0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Strange)
+    server.daemon_threads, server.block_on_close = True, False
+    Thread(target=server.serve_forever, daemon=True).start()
+    program = """
+import sys
+from lightning_perf.cli import main
+from lightning_perf.tracking import runs
+runs._SECONDS, runs._MOST_ENTRIES = 4.0 if sys.argv.pop() == "short" else 100.0, 100
+main()
+"""
+    limit = "short" if "4 s" in said else "long"
+    address = f"http://127.0.0.1:{server.server_port}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "report", "--tracking-uri", address, limit],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert Strange.requests < 250
