@@ -219,9 +219,15 @@ def appended(path: Path) -> BinaryIO:
 
 @contextmanager
 def limited(most: int) -> Iterator[None]:
-    """Let this process write no file beyond so many bytes: that raises `OSError`, anywhere."""
-    import resource
+    """Let this process write no file beyond so many bytes: that raises `OSError`, anywhere.
 
+    Windows has no such limit.
+    """
+    try:
+        import resource
+    except ImportError:
+        yield
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     least = min(each for each in (most, soft, hard) if each != resource.RLIM_INFINITY)
     resource.setrlimit(resource.RLIMIT_FSIZE, (least, hard))

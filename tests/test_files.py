@@ -16,7 +16,7 @@ from helpers.command import exit_code
 from helpers.pending import read_pending
 
 from lightning_perf import ConfigError, files
-from lightning_perf.callbacks.suite import from_environment
+from lightning_perf.callbacks.factory import from_environment
 from lightning_perf.core.progress import Ranks
 from lightning_perf.files import (
     NotRegularError,

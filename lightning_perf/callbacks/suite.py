@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_perf.callbacks.factory import written_callbacks
 from lightning_perf.checks import flag, is_list, name_arguments, whole
-from lightning_perf.errors import ConfigError, did_you_mean
+from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hooks import ENDS
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 
 #: Lightning's hooks that a Suite forwards; it saves and loads the state of its parts itself.
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name == "teardown"]
-_VARIABLE = "LIGHTNING_PERF"
 
 
 class Suite(PerfCallback):
@@ -199,50 +196,6 @@ class EnvironmentSuite(Suite):
         left_out = [type(part).__name__ for part in self._all if type(part) in kinds]
         if left_out and not repeated:
             names = ", ".join(left_out)
-            rank_zero_info(f"{_VARIABLE}: the Trainer has its own {names}.")
+            rank_zero_info(f"LIGHTNING_PERF: the Trainer has its own {names}.")
         if self.callbacks:
             super().setup(trainer, pl_module, stage)
-
-
-def from_environment(value: str) -> list[EnvironmentSuite]:
-    """The callbacks that a value of the environment variable selects.
-
-    Args:
-        value: ``1``, or a YAML file with callbacks, as LightningCLI reads it.
-
-    Raises:
-        ConfigError: The file cannot be used; the message names the variable.
-    """
-    if value.lower() in ("1", "true", "yes", "on"):
-        return [EnvironmentSuite(always_on().callbacks)]
-    given = _read(value)
-    show = not any(isinstance(each, Suite) for each in given)  # otherwise as set in the suites
-    try:
-        return [EnvironmentSuite(given, show)]
-    except ConfigError as error:
-        raise _unusable(value, error) from error
-
-
-def _read(value: str) -> list[PerfCallback]:
-    content = written_callbacks(value)
-    from jsonargparse import ArgumentError, ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--callbacks", type=list[PerfCallback])
-    try:
-        parsed = parser.parse_object({"callbacks": content})
-        # The name until jsonargparse 4.48, and since.
-        found = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
-    except (ArgumentError, ValueError, TypeError) as error:
-        raise _unusable(value, error) from error
-    callbacks: list[PerfCallback] = found.callbacks
-    return callbacks
-
-
-def _unusable(value: str, error: Exception) -> ConfigError:
-    why = " ".join(str(error).split()).rstrip(".")
-    if wrong := re.search(r"module 'lightning_perf' has no attribute '(\w+)'", why):
-        from lightning_perf import __all__ as names
-
-        why = f"there is no lightning_perf.{wrong[1]}. {did_you_mean(wrong[1], names)}".strip(". ")
-    return ConfigError(_VARIABLE, value, f"cannot be used: {why}", None)

@@ -63,7 +63,7 @@ def run(config: str | None, command: Sequence[str] = ()) -> int:
 def _check_callbacks(config: str, selected: str) -> None:
     """Refuse a file whose callbacks cannot be constructed, before the training begins without."""
     with suppress(ImportError):  # the command's Python may be another one
-        from lightning_perf.callbacks.suite import from_environment
+        from lightning_perf.callbacks.factory import from_environment
 
         try:
             from_environment(selected)

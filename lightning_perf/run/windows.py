@@ -220,9 +220,8 @@ class Windows:
     def report(self, run: Any, at_end: bool, *, monitored: bool = False) -> None:
         """Gather a snapshot for the callbacks that are due, or for those that can be monitored.
 
-        They see the run that is passed.
-        The due callbacks follow from values that all ranks share, so every rank sends the same
-        messages.
+        Callbacks receive the run that is passed. Which are due follows from values that all ranks
+        share, so every rank sends the same messages.
         """
         subscriptions = self._subscriptions
         due = [

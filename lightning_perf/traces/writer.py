@@ -12,6 +12,7 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from glob import escape
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import describe, warn
@@ -167,7 +168,7 @@ class TraceWriter:
         if gone and not self._is_mirrored(gone[0]):
             why = "they were moved or deleted after they were written"
             more = f" and {len(gone) - 1} more" if gone[1:] else ""
-            message = f"{gone[0]}{more} of this run do not exist anymore: {why}."
+            message = f"files of this run no longer exist, {gone[0]}{more}: {why}."
             self._run.digest.once(f"kinds of files are gone: {why}", message)
 
     def _leave_out(self, trace: Trace, why: str) -> None:
@@ -328,4 +329,4 @@ class TraceWriter:
 
 def _left(spooled: Path) -> list[Path]:
     """What a recorder has written to a path, or beside it, as torch does to one with .tmp."""
-    return sorted(spooled.parent.glob(f"{spooled.name}*"))
+    return sorted(spooled.parent.glob(f"{escape(spooled.name)}*"))

@@ -13,7 +13,7 @@ from helpers.small import RANKS, Small, trainer
 from helpers.torch_traces import steps, traces
 
 from lightning_perf import ConfigError, Diagnosis, OnVerdict, PyTorch, Suite, Verdict, VizTracer
-from lightning_perf.callbacks.suite import from_environment
+from lightning_perf.callbacks.factory import from_environment
 from lightning_perf.diagnosis.signals import Signals
 
 

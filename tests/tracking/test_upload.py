@@ -213,9 +213,15 @@ def test_an_upload_that_ends_late_is_repeated_without_harm(
     ],
 )
 def test_a_late_summary_ends_a_running_run(
-    tmp_path: Path, mlflow_database: str, status: str, before: str, after: str
+    tmp_path: Path,
+    mlflow_database: str,
+    status: str,
+    before: str,
+    after: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The run gets the status and the description that it could not get while it trained."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_database)
     client = MlflowClient(mlflow_database)
     run_id = client.create_run("0").info.run_id
     client.update_run(run_id, before)
