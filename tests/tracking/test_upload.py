@@ -49,6 +49,12 @@ def listed(folder: Path, remote: str, address: str, run_id: str) -> PendingUploa
     )
 
 
+@pytest.fixture(autouse=True)
+def _own_server(mlflow_database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trust the database of these tests, whatever address MLflow was given by earlier ones."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_database)
+
+
 def test_listed_files_are_uploaded_to_their_runs(
     tmp_path: Path, mlflow_database: str, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,10 +224,8 @@ def test_a_late_summary_ends_a_running_run(
     status: str,
     before: str,
     after: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The run gets the status and the description that it could not get while it trained."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_database)
     client = MlflowClient(mlflow_database)
     run_id = client.create_run("0").info.run_id
     client.update_run(run_id, before)
