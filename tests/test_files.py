@@ -14,7 +14,7 @@ import pytest
 from helpers.pending import read_pending
 
 from lightning_perf import ConfigError
-from lightning_perf.callbacks.suite import from_environment
+from lightning_perf.callbacks.factory import from_environment
 from lightning_perf.core.progress import Ranks
 from lightning_perf.files import (
     NotRegularError,

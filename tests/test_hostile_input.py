@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lightning_perf import ConfigError, PerfWarning, always_on
-from lightning_perf.callbacks.suite import from_environment
+from lightning_perf.callbacks.factory import from_environment
 from lightning_perf.cli import Failure, training
 from lightning_perf.cli.files import upload
 from lightning_perf.cli.training import watch

@@ -161,8 +161,7 @@ class Diagnosis(WindowCallback):
     @property
     @override
     def parts(self) -> list[PerfCallback]:
-        # A trace is written before the report about it.
-        return [self] if self._capture is None else [self._capture, self]
+        return [] if self._capture is None else [self._capture]
 
     # -- the run ------------------------------------------------------------------------------
 
@@ -314,6 +313,8 @@ class Diagnosis(WindowCallback):
     @override
     def close(self, context: RunContext, reason: str) -> None:
         super().close(context, reason)
+        if self._capture is not None:  # a trace is written before the report about it
+            self._capture.leave(reason)
         if self.schedule is not None:
             self.schedule.close()
         if self._gc is not None:
@@ -375,9 +376,7 @@ def _setup(context: RunContext) -> Setup:
         automatic_optimization=context.module.automatic_optimization,
         reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
         loader=_loader(compat.training_loader(trainer)),
-        ours=frozenset(
-            type(each).__name__ for member in context.members for each in member.with_parts
-        ),
+        ours=frozenset(type(each).__name__ for each in context.members),
     )
 
 

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lightning_perf.callbacks.suite import EnvironmentSuite
+    from lightning_perf.errors import ConfigError
+    from lightning_perf.run.callback import PerfCallback
+
 _VARIABLE = "LIGHTNING_PERF"
 #: Values in a file of callbacks: aliases of aliases could make any number of them.
 _MOST_VALUES = 10_000
@@ -50,9 +54,55 @@ def selected() -> list[Any]:
     value = os.environ.get(_VARIABLE, "").strip()
     if value.lower() in ("", "0", "false", "no", "off"):
         return []
-    from lightning_perf.callbacks.suite import from_environment
-
     return [*from_environment(value)]
+
+
+def from_environment(value: str) -> list[EnvironmentSuite]:
+    """The callbacks that a value of the environment variable selects.
+
+    Args:
+        value: ``1``, or a YAML file with callbacks, as LightningCLI reads it.
+
+    Raises:
+        ConfigError: The file cannot be used; the message names the variable.
+    """
+    from lightning_perf.callbacks.suite import EnvironmentSuite, Suite, always_on
+
+    if value.lower() in ("1", "true", "yes", "on"):
+        return [EnvironmentSuite(always_on().callbacks)]
+    from lightning_perf.errors import ConfigError
+
+    given = _read(value)
+    show = not any(isinstance(each, Suite) for each in given)  # otherwise as set in the suites
+    try:
+        return [EnvironmentSuite(given, show)]
+    except ConfigError as error:
+        raise _unusable(value, error) from error
+
+
+def _read(value: str) -> list[PerfCallback]:
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    from lightning_perf.run.callback import PerfCallback
+
+    content = written_callbacks(value)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callbacks", type=list[PerfCallback])
+    try:
+        parsed = parser.parse_object({"callbacks": content})
+        # The name until jsonargparse 4.48, and since.
+        found = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
+    except (ArgumentError, ValueError, TypeError) as error:
+        raise _unusable(value, error) from error
+    callbacks: list[PerfCallback] = found.callbacks
+    return callbacks
+
+
+def _unusable(value: str, error: Exception) -> ConfigError:
+    from lightning_perf.errors import ConfigError
+
+    why = " ".join(str(error).split()).rstrip(".")
+    return ConfigError(_VARIABLE, value, f"cannot be used: {why}", None)
 
 
 def written_callbacks(file: str) -> list[Any]:

@@ -469,7 +469,7 @@ class Profiler(PerfCallback):
         """Refuse two profilers of a kind that write to the same files."""
         if context.ranks.global_rank == 0:
             self._warn_of_ranks(context.ranks.world_size)
-        for other in context.parts:
+        for other in context.members:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
                 problem = (
                     f"is also that of another {type(self).__name__} of this Trainer: give one of "

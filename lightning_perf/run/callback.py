@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,12 @@ from lightning_perf.checks import name_arguments
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext
-from lightning_perf.run.hooks import HOOKS, UNUSED, install_stage_hooks, with_ours
+from lightning_perf.run.hooks import ENDS, STAGES, UNUSED, Hooks
 from lightning_perf.run.termination import signals_held
 from lightning_perf.schedule import Schedule, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -54,25 +54,14 @@ class PerfCallback(Callback):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = name_arguments(cls.__init__)  # type: ignore[method-assign]
-        for name in HOOKS & vars(cls).keys():
-            setattr(cls, name, with_ours(getattr(PerfCallback, name), vars(cls)[name]))
 
     def __init__(self) -> None:
         self._context: RunContext | None = None
-        #: The context that Lightning's hooks advance: None if another callback hosts this one, and
-        #: during a subclass's hook.
-        self._driven: RunContext | None = None
+        self._hooks = Hooks()
         self._progress: Progress | None = None
         # Progress that was loaded before the set-up of a run.
         self._loaded: dict[str, Any] | None = None
         self._disabled = False
-        #: Whether another callback hosts this one and receives Lightning's hooks in its place.
-        self._hosted = False
-        self._settled = False
-        # Parts that override `before_batch` and `after_batch`.
-        self._before_batch_parts: list[PerfCallback] = []
-        self._after_batch_parts: list[PerfCallback] = []
-        self._skipped_hooks: list[str] = []
 
     @cached_property
     def state_key(self) -> str:
@@ -82,7 +71,7 @@ class PerfCallback(Callback):
         Lightning's constructor would raise an error that does not say what to do. Cached, since
         Lightning asks for it at every hook.
         """
-        return self.kind if self._settled else f"{self.kind} {id(self)}"
+        return f"{self.kind} {id(self)}"
 
     @property
     def kind(self) -> str:
@@ -90,14 +79,9 @@ class PerfCallback(Callback):
         return f"lightning_perf.{type(self).__name__}"
 
     @property
-    def parts(self) -> list[PerfCallback]:
-        """The callbacks that run, in this order: this one, those that it hosts, or both."""
-        return [self]
-
-    @property
-    def with_parts(self) -> list[PerfCallback]:
-        """This callback and its parts, each once."""
-        return list(dict.fromkeys((self, *self.parts)))
+    def parts(self) -> Sequence[PerfCallback]:
+        """Callbacks that this one adds to the Trainer for a run, after itself."""
+        return ()
 
     # -- lifecycle: override what you need ----------------------------------------------------
 
@@ -150,7 +134,7 @@ class PerfCallback(Callback):
             return None
 
     def disable(self, method: str, error: Exception) -> None:
-        """Switch this callback, and those that it hosts, off for the rest of this run."""
+        """Switch this callback off for the rest of this run."""
         # Warnings that the user turned into errors must not stop training either.
         with suppress(Exception):
             failed, advice = _explained(self, method, error)
@@ -158,16 +142,13 @@ class PerfCallback(Callback):
                 f"{type(self).__name__} is off for the rest of this run: {failed} failed "
                 f"({type(error).__name__}: {error}). Training continues.{advice}"
             )
-        for each in self.with_parts:
-            each._disabled = True
-            with suppress(Exception):
-                if self._context is not None and method != "close":
-                    each.close(self._context, "failure")
+        self._disabled = True
+        with suppress(Exception):
+            if self._context is not None and method != "close":
+                self.close(self._context, "failure")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Join the trainer's run context."""
-        if self._hosted:
-            return
         if self._context is not None:
             if self._context.trainer is trainer:
                 self._context.abandon()  # its last run ended without a hook
@@ -177,9 +158,10 @@ class PerfCallback(Callback):
                     "give each Trainer its own callback."
                 )
             self.leave("teardown")
-        for each in self.with_parts:  # from now on checkpoints keep their state
-            each._settled = True
-            vars(each).pop("state_key", None)
+        for name, reason in zip(ENDS, ("teardown", "exception"), strict=True):
+            self._attach(name, partial(self._leave, reason))
+        if type(self).state_key is PerfCallback.state_key:  # now checkpoints keep its state
+            vars(self)["state_key"] = self.kind
         try:
             context = RunContext.join(trainer, pl_module, self)
         except Exception as error:
@@ -189,53 +171,59 @@ class PerfCallback(Callback):
                 raise
             self.disable("setup", error)
             return
-        self._attach(context)
-        self._driven = context
-        self._skip_hooks(*UNUSED)
-        context.describe({key: v for part in self.parts for key, v in part.settings().items()})
+        self._context, self._progress, self._disabled = context, context.progress, False
+        self.call(self.prepare, context, reraise=True)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            context.resume(loaded)
+        context.describe(self.settings())
+        self._attach_hooks(leads=context.members[0] is self)
+        self._add_parts(trainer, pl_module)
 
-    def _attach(self, context: RunContext) -> None:
-        """Prepare for a run; errors that the user can fix are raised."""
-        for each in self.with_parts:
-            each._context, each._progress, each._disabled = context, context.progress, False
-            each._hosted = each is not self
-            each.call(each.prepare, context, reraise=True)
-            loaded, each._loaded = each._loaded, None
-            if loaded is not None:
-                context.resume(loaded)
+    def _attach(self, hook: str, ours: Callable[..., object] | None) -> None:
+        self._hooks.attach(self, PerfCallback, hook, ours)
+
+    def _attach_hooks(self, leads: bool) -> None:
+        """Attach Lightning's hooks; those of batches follow when a stage begins."""
+        for word in STAGES:
+            self._attach(f"on_{word}_start", partial(self._begin, word))
+            self._attach(f"on_{word}_end", partial(self._end, word))
+        self._attach("on_train_epoch_start", self._begin_epoch)
+        self._attach("on_train_epoch_end", self._end_epoch if leads else None)
+        for hook in UNUSED:
+            self._attach(hook, None)
+
+    def _add_parts(self, trainer: Any, module: LightningModule) -> None:
+        """Add the parts to the Trainer: in place, so that Lightning sets them up next."""
+        callbacks: list[Any] = trainer.callbacks
+        at = callbacks.index(self) + 1 if self in callbacks else len(callbacks)
+        callbacks[at:at] = [part for part in self.parts if part not in callbacks]
+        for part in self.parts:
+            vars(part).update({name: getattr(module, name) for name in _ATTACHED})
+
+    def _detach(self) -> None:
+        """Detach from the run; remove the parts, and the methods that Lightning attached."""
+        context, self._context = self._context, None
+        self._hooks.restore(vars(self))
+        self._hooks.clear()
+        for name in _ATTACHED:
+            vars(self).pop(name, None)
+        if context is not None and self.parts:
+            trainer: Any = context.trainer
+            # Not in place: Lightning may be in a loop over them.
+            trainer.callbacks = [each for each in trainer.callbacks if each not in self.parts]
 
     def overrides(self, method: str) -> bool:
         """Whether this class overrides ``before_batch`` or ``after_batch``."""
         return getattr(type(self), method) is not getattr(PerfCallback, method)
 
-    def _detach(self) -> None:
-        """Detach from the run, and remove the module's methods that Lightning attached."""
-        for each in self.with_parts:
-            each._context = each._driven = None
-            each._hosted = False
-            for name in (*each._skipped_hooks, *_ATTACHED):
-                vars(each).pop(name, None)
-            each._skipped_hooks.clear()
-
-    def _skip_hooks(self, *hooks: str) -> None:
-        """Disable unused Lightning hooks on this instance: Lightning skips what is not callable.
-
-        On the instance, so that a subclass may define them and call super(). Unused hooks are most
-        of what a callback costs per batch.
-        """
-        for hook in hooks:
-            if getattr(getattr(self, hook), "__func__", None) is getattr(PerfCallback, hook):
-                setattr(self, hook, None)
-                self._skipped_hooks.append(hook)
-
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to one process: spawned processes and copies join their own.
-        left_out = {*self._skipped_hooks, *_ATTACHED, "state_key"}
-        own = {name: value for name, value in vars(self).items() if name not in left_out}
-        none = dict.fromkeys(("_context", "_driven", "_progress"))
-        flags = {"_hosted": False, "_settled": False}
-        lists = ("_before_batch_parts", "_after_batch_parts", "_skipped_hooks")
-        return own | none | flags | {name: [] for name in lists}
+        own = dict(vars(self))
+        self._hooks.restore(own)
+        for name in (*_ATTACHED, "state_key"):
+            own.pop(name, None)
+        return own | {"_context": None, "_progress": None, "_hooks": Hooks()}
 
     def settings(self) -> dict[str, object]:
         """The constructor's arguments, for the run's params."""
@@ -283,8 +271,6 @@ class PerfCallback(Callback):
     def leave(self, reason: str) -> None:
         """Close, and leave the run context, if there is one; ``reason`` as for ``close``."""
         context = self._context
-        if self._hosted:
-            return
         if context is None:
             self._detach()  # set-up failed earlier, but Lightning has attached its methods
             return
@@ -292,60 +278,74 @@ class PerfCallback(Callback):
             return
         try:
             with signals_held():
-                for part in self.parts:
-                    part.call(part.close, context, reason)
+                self.call(self.close, context, reason)
                 self._detach()
                 context.leave(self, reason)
         except Exception as error:
             self.disable("leave", error)
         finally:
-            if not context.members:
+            if context.ended:
                 context.termination.restore()
 
-    def _begin(self, stage: str, word: str) -> None:
-        context = self._driven
-        if context is None:
-            return
-        leads, last = context.members[0] is self, context.members[-1] is self
-        if leads:
-            if context.stages.within_loop:  # it began with the loop
-                context.stages.begin_batches()
-            else:
-                context.advance(context.enter, stage)
-        self._before_batch_parts = [part for part in self.parts if part.overrides("before_batch")]
-        self._after_batch_parts = [part for part in self.parts if part.overrides("after_batch")]
-        if not self._before_batch_parts:
-            self._skip_hooks(f"on_{word}_batch_start")
-        if not (self._after_batch_parts or leads or last):
-            self._skip_hooks(f"on_{word}_batch_end")
-        # Before training starts an error may still stop it; validation inside of fit comes later.
-        for part in self.parts:
-            part.call(part.on_start, context, reraise=not context.stages.nested)
+    # -- Lightning's hooks during a run: the first callback advances it, the last one reports -----
 
-    def _end(self, stage: str) -> None:
-        context = self._driven
-        if context is None or context.stage != stage:
+    def _leave(self, reason: str, *_: object, **__: object) -> None:
+        self.leave(reason)
+
+    def _begin(self, word: str, trainer: Trainer, *_: object) -> None:
+        context = self._context
+        if context is None or trainer.sanity_checking:
             return
-        for part in self.parts:
-            part.call(part.on_end, context)
+        if context.members[0] is self:
+            context.begin(STAGES[word])
+        before, after = (partial(f, STAGES[word]) for f in (self._before_batch, self._after_batch))
+        wanted = self.overrides("before_batch")
+        self._attach(f"on_{word}_batch_start", before if wanted else None)
+        wanted = self in (context.members[0], context.reporter) or self.overrides("after_batch")
+        self._attach(f"on_{word}_batch_end", after if wanted else None)
+        # Before training starts an error may still stop it; validation inside of fit comes later.
+        self.call(self.on_start, context, reraise=not context.stages.nested)
+
+    def _end(self, word: str, *_: object) -> None:
+        context = self._context
+        if context is None or context.stage != STAGES[word]:
+            return
+        self.call(self.on_end, context)
         if context.members[-1] is self:
             context.advance(context.end)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the length of the epoch."""
-        self._at_epoch(RunContext.begin_epoch)
-        context = self._driven
-        for part in self.parts if context is not None and context.stage == "train" else ():
-            part.call(part.on_epoch, context)
+    def _begin_epoch(self, *_: object) -> None:
+        context = self._context
+        if context is None or context.stage != "train":
+            return
+        if context.members[0] is self:
+            context.advance(context.begin_epoch)
+        self.call(self.on_epoch, context)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Advance the epoch."""
-        self._at_epoch(RunContext.end_epoch)
+    def _end_epoch(self, *_: object) -> None:
+        context = self._context
+        if context is not None and context.stage == "train":
+            context.advance(context.end_epoch)
 
-    def _at_epoch(self, step: Callable[[RunContext], None]) -> None:
-        context = self._driven
-        if context is not None and context.stage == "train" and context.members[0] is self:
-            context.advance(step, context)
+    def _before_batch(self, stage: str, *arguments: Any) -> None:
+        context, batch = self._context, arguments[2]
+        if context is not None and context.stages.stage == stage:
+            self.call(self.before_batch, context, batch)
+
+    def _after_batch(self, stage: str, *arguments: Any) -> None:
+        """A batch has ended: this runs once per batch, and makes few calls."""
+        context, batch = self._context, arguments[3]
+        if context is None or context.stages.stage != stage:
+            return
+        if context.members[0] is self:
+            context.advance(context.tracker.end_batch, batch)
+        if not self._disabled:
+            try:
+                self.after_batch(context, batch)
+            except Exception as error:
+                self.disable("after_batch", error)
+        if context.tracker.report_possible and context.reporter is self:
+            context.advance(context.report)
 
 
 def _is_ours(value: object) -> bool:
@@ -385,6 +385,3 @@ def _readable(value: object) -> object:
     if isinstance(value, str):
         return without_credentials(value)
     return getattr(value, "__qualname__", value) if callable(value) else value
-
-
-install_stage_hooks(PerfCallback)

@@ -70,9 +70,11 @@ class RunContext:
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
+        #: Our callbacks on this trainer, in the order in which Lightning calls them.
         self.members: list[Member] = []
-        # All callbacks that have joined.
-        self._joined: list[Any] = []
+        self._present: set[Member] = set()
+        #: The one after which reports are made: the last one, if any is called after each batch.
+        self.reporter: Member | None = None
         self.ranks = compat.ranks_of(trainer)
         self.limits = compat.limits_of(trainer)
         #: One thread talks to servers, the other makes files.
@@ -173,22 +175,25 @@ class RunContext:
             context = None
         if context is None:
             context = _CONTEXTS[id(trainer)] = cls(trainer, module)
-        keys = {each.state_key for known in context.members for each in known.with_parts}
-        for each in member.with_parts:
-            if each.state_key in keys and each.keeps_progress:
-                kind = type(each).__name__
-                named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-                problem = f"has two of {kind}: remove one (a Suite has its own)"
-                raise ConfigError("callbacks", named, problem, None)
+        known = [other.state_key for other in context.members]
+        if member.keeps_progress and member.state_key in known:
+            kind = type(member).__name__
+            named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+            problem = f"has two of {kind}: remove one (a Suite has its own)"
+            raise ConfigError("callbacks", named, problem, None)
         context.members.append(member)
-        context._joined += member.with_parts
+        context._present.add(member)
         return context
+
+    @property
+    def ended(self) -> bool:
+        """Whether all callbacks have left."""
+        return not self._present
 
     def leave(self, member: Member, reason: str) -> None:
         """Remove a callback; the last one closes what is shared."""
-        if member in self.members:
-            self.members.remove(member)
-        if self.members or _CONTEXTS.get(id(self.trainer)) is not self:
+        self._present.discard(member)
+        if self._present or _CONTEXTS.get(id(self.trainer)) is not self:
             return
         del _CONTEXTS[id(self.trainer)]
         for step in self._closing_steps(reason):
@@ -203,7 +208,7 @@ class RunContext:
         yield self._patches.restore
         yield partial(self.finish_reports, reason)
         yield self.windows.gatherer.close
-        yield lambda: summary.append(end_summary(self, self._joined, reason))
+        yield lambda: summary.append(end_summary(self, self.members, reason))
         yield self.meter.close
         yield self.spans.restore
         timeouts = FILE_TIMEOUT[reason], UPLOAD_TIMEOUT[reason]
@@ -218,7 +223,7 @@ class RunContext:
             shown = summary is not None and summary.show()
             here = reason == "teardown" and self.ranks.global_rank == 0
             if here and not (shown or self.trainer.loggers):
-                log_locations(self, self._joined)
+                log_locations(self, self.members)
 
     def finish_reports(self, reason: str) -> None:
         """Wait a bounded time for the last reports of all ranks; not after an exception."""
@@ -227,7 +232,7 @@ class RunContext:
 
     def abandon(self) -> None:
         """Remove all callbacks: the run has ended without their hooks being called."""
-        for member in list(self.members):
+        for member in [each for each in self.members if each in self._present]:
             member.leave("exception")
 
     # -- position ---------------------------------------------------------------------------------
@@ -263,11 +268,6 @@ class RunContext:
         return self._pid != os.getpid()
 
     @property
-    def parts(self) -> list[Any]:
-        """All callbacks on this trainer, those in suites included."""
-        return [part for member in self.members for part in member.parts]
-
-    @property
     def leaves_files(self) -> bool:
         """Whether this run has something to leave: files, and a description.
 
@@ -280,12 +280,21 @@ class RunContext:
 
     # -- called by the first callback -------------------------------------------------------------
 
+    def begin(self, stage: str) -> None:
+        """Lightning calls the hooks at the start of a stage, which may have begun with its loop."""
+        if self.stages.within_loop:
+            self.stages.begin_batches()
+        else:
+            self.advance(self.enter, stage)
+
     def enter(self, stage: str) -> None:
         """A stage starts."""
+        called = any(member.overrides("after_batch") for member in self.members)
+        self.reporter = self.members[-1 if called else 0]
         self.spans.enter(stage)
         if self.tracker.counter is None:
             self.tracker.counter = BatchCounter([self.module, *self._data_owners])
-            self.describe({"units": _units(self.parts)})
+            self.describe({"units": _units(self.members)})
         limits = Limits()
         self.meter.start(stage)
         if stage == "train":
@@ -308,7 +317,7 @@ class RunContext:
         try:
             step(*args)
         except Exception as error:
-            for member in list(self.members):
+            for member in self.members:
                 if not member._disabled:
                     member.disable(step.__name__, error)
 
@@ -328,7 +337,7 @@ class RunContext:
     @property
     def _data_owners(self) -> list[Any]:
         """What may define the samples of a batch or an epoch besides the module, by precedence."""
-        return [getattr(self.trainer, "datamodule", None), *self.parts]
+        return [getattr(self.trainer, "datamodule", None), *self.members]
 
     def end_epoch(self) -> None:
         """An epoch of training has ended."""
@@ -337,7 +346,7 @@ class RunContext:
 
     def report_monitored(self) -> None:
         """Report what callbacks of Lightning monitor, before they read it."""
-        offered = any(getattr(part, "monitored", False) for part in self.parts)
+        offered = any(getattr(part, "monitored", False) for part in self.members)
         if offered and compat.monitored(self.trainer):
             self.windows.report(self, False, monitored=True)
             wait_until(self.windows.gatherer.poll, GATHER_TIMEOUT)
@@ -393,8 +402,7 @@ class RunContext:
         # A trial run has no loggers.
         read_tags = tags.read if tags is not None else dict if trainer.fast_dev_run else None
         # Of the Trainer, because callbacks join one after the other.
-        ours = (part for each in trainer.callbacks for part in getattr(each, "with_parts", ()))
-        reachable = {code for part in ours for code in part.reaches}
+        reachable = {code for each in trainer.callbacks for code in getattr(each, "reaches", ())}
         return Context(self.ranks, self.limits, read_tags, reached, reachable)
 
     @cached_property
@@ -482,7 +490,7 @@ def _evaluation(reference: weakref.ref[RunContext], stage: str, around: str) -> 
     context.advance(context.enter, stage)
     context.stages.within_loop = context.stage == stage
     yield  # an exception ends the run in this stage
-    if context.stages.within_loop and context.members:
+    if context.stages.within_loop and not context.ended:
         context.advance(context.exit)
 
 

@@ -20,6 +20,7 @@ class Run(Protocol):
     """A run, as its summary sees it."""
 
     trainer: Trainer
+    members: list[Any]
     ranks: Ranks
     windows: Windows
     reporting: Reporting
@@ -28,10 +29,6 @@ class Run(Protocol):
     @property
     def run_name(self) -> str:
         """The run's name in files and reports, the same on every rank."""
-
-    @property
-    def parts(self) -> list[Any]:
-        """All callbacks on this trainer, those in suites included."""
 
     @property
     def leaves_files(self) -> bool:
@@ -61,13 +58,8 @@ class Member(Protocol):
     def state_key(self) -> str:
         """Its key in checkpoints."""
 
-    @property
-    def parts(self) -> list[Any]:
-        """The callbacks that run."""
-
-    @property
-    def with_parts(self) -> list[Any]:
-        """This callback and its parts, each once."""
+    def overrides(self, method: str) -> bool:
+        """Whether it has a lifecycle method of its own."""
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of it; None if that fails."""

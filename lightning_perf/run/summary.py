@@ -128,7 +128,7 @@ class LiveSummary:
         # An error here occurs again at the end of the run, which warns.
         with suppress(Exception):
             verdicts = [
-                v.as_dict() for part in context.parts for v in getattr(part, "verdicts", ())
+                v.as_dict() for part in context.members for v in getattr(part, "verdicts", ())
             ]
             folder = context.reporting.run_folder().claim()
             summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})

@@ -13,7 +13,7 @@ from helpers.small import RANKS, Small, trainer
 from helpers.torch_traces import steps, traces
 
 from lightning_perf import ConfigError, Diagnosis, OnVerdict, PyTorch, Suite, Verdict, VizTracer
-from lightning_perf.callbacks.suite import from_environment
+from lightning_perf.callbacks.factory import from_environment
 from lightning_perf.diagnosis.signals import Signals
 
 
@@ -154,7 +154,7 @@ def test_without_a_capture_nothing_is_recorded(tmp_path: Path) -> None:
     """By default there is no hook per batch and no section in the report."""
     diagnosis = Diagnosis(terminal=False)
     trainer(tmp_path, diagnosis).fit(Small())
-    assert diagnosis._before_batch_parts == diagnosis._after_batch_parts == []
+    assert not any(map(diagnosis.overrides, ("before_batch", "after_batch")))
     (path,) = tmp_path.rglob("diagnosis.json")
     assert "capture" not in json.loads(path.read_text())
 
@@ -169,11 +169,11 @@ def test_a_capture_can_be_configured_and_copied(tmp_path: Path) -> None:
         "    capture: {class_path: lightning_perf.PyTorch, init_args: {schedule: at 5ba for 3ba}}\n"
     )
     (suite,) = from_environment(str(tmp_path / "perf.yaml"))
-    assert [type(part) for part in suite.parts] == [PyTorch, Diagnosis]
+    assert [type(part) for part in suite.parts[0].parts] == [PyTorch]
     copied = pickle.loads(pickle.dumps(suite))
-    settings = [part.settings() for part in copied.parts]
-    assert settings[0]["PyTorch/batches_per_trace"] == 20
-    assert "Diagnosis/capture" not in settings[1]
+    (diagnosis,) = copied.parts
+    assert diagnosis.parts[0].settings()["PyTorch/batches_per_trace"] == 20
+    assert "Diagnosis/capture" not in diagnosis.settings()
     trainer(tmp_path, copied).fit(Small())
     assert captured(tmp_path)[0]["steps"] == 3
 

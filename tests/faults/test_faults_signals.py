@@ -19,9 +19,9 @@ import lightning as L
 import pytest
 from helpers.faults import Ended, ForkServer, Planted, raises
 from helpers.small import Records, Small, trainer
+from lightning_perf.profilers.windows import Recorded, Recording
 
 from lightning_perf import Profiler, always_on
-from lightning_perf.profilers.windows import Recorded, Recording
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.slow
