@@ -1,4 +1,4 @@
-"""Callbacks in a Suite receive the same hooks as alone, and two of a kind are refused."""
+"""Callbacks in a Suite work as alone, and two of a kind are refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from helpers.small import Records, Small, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.callback import Callback
 
-from lightning_perf import ConfigError, Flops, PyTorch, SpeedMonitor, Suite, Timings
+from lightning_perf import ConfigError, Diagnosis, Flops, PyTorch, SpeedMonitor, Suite, Timings
 
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["setup", "teardown"]
 
@@ -99,17 +100,41 @@ def test_state_can_be_loaded_before_a_run(tmp_path: Path, hosted: bool) -> None:
     assert monitor.state_dict()["progress"]["stages"]["train"]["batch"] == 32
 
 
-def test_unused_hooks_are_not_forwarded(tmp_path: Path) -> None:
-    """A Suite of callbacks that override no hook has no hook either, before and after a run."""
-    suite, seen = Suite([SpeedMonitor(), Flops(peak_flops=1e9)]), []
+def test_parts_are_callbacks_of_the_trainer_during_a_run(tmp_path: Path) -> None:
+    """They follow it, those that need no hook per batch have none, and the end removes them."""
+    suite, seen = Suite([SpeedMonitor(), Diagnosis(terminal=False, capture=True)]), []
 
     class Looking(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            seen.append({name for name in HOOKS if callable(vars(suite).get(name))})
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            seen.append([*trainer.callbacks])  # type: ignore[attr-defined]
+            called = [each for each in seen[-1] if callable(each.on_train_batch_end)]
+            assert called == [looking, suite, *suite.parts[1].parts]
 
-    trainer(tmp_path, suite, Looking(), limit_train_batches=1).fit(Small())
-    assert seen == [set()]
-    assert not vars(suite).keys() & set(HOOKS)
+    looking = Looking()
+    run = trainer(tmp_path, looking, suite, limit_train_batches=1)
+    for _ in range(2):
+        run.fit(Small())
+        assert run.callbacks == [looking, suite]  # type: ignore[attr-defined]
+        run.fit_loop.max_epochs = 2
+    monitor, diagnosis = suite.parts
+    assert seen == 2 * [[looking, suite, monitor, diagnosis, *diagnosis.parts]]
+    assert not vars(suite).keys() & {*HOOKS, "log"}
+
+
+def test_a_checkpoint_of_a_suite_has_each_state_once(tmp_path: Path) -> None:
+    """During a run each part has its own key; a Suite also loads what it returns without a run."""
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    suite = Suite([SpanProfiler(), Timings()])
+    trainer(tmp_path, suite, saving, enable_checkpointing=True).fit(Small())
+    keys = torch.load(tmp_path / "step=4.ckpt", weights_only=False)["callbacks"].keys()
+    ours = {key for key in keys if key.startswith("lightning_perf")}
+    assert ours == {"lightning_perf.SpanProfiler", "lightning_perf.Timings"}
+    monitor = SpeedMonitor(2)
+    state = suite.state_dict()
+    again = Suite([monitor, Timings()])
+    again.load_state_dict(state)
+    assert not monitor.state_dict()
+    assert again.parts[1].state_dict() == state["lightning_perf.Timings"]
 
 
 @pytest.mark.parametrize("kind", [SpeedMonitor, Flops, Timings])
