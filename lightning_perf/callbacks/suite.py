@@ -14,13 +14,13 @@ from lightning_perf.run.callback import PerfCallback
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 
 class Suite(PerfCallback):
     """A list of our callbacks as one: during a run they are the Trainer's callbacks after it.
 
-    Checkpoints have the state of each one by its own key, and resume in either form.
+    Checkpoints have the state of each one within that of the Suite, and resume in either form.
 
     Args:
         callbacks: Callbacks of lightning_perf, in the order in which they run. Those of a Suite
@@ -95,20 +95,21 @@ class Suite(PerfCallback):
         return {}
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         if self.data_parallel_size is not None:
             context.share_batches(self.data_parallel_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's progress, and the state of each part by its key.
-
-        Nothing during a run, in which each part is a callback of the Trainer with a state of its
-        own.
-        """
-        if self._context is not None:
-            return {}
+        """The run's progress, and the state of each part by its key."""
         parts = {key: part.state_dict() for key, part in self._by_key.items()}
         return super().state_dict() | parts
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        for key in self._by_key:  # the Suite has it
+            checkpoint["callbacks"].pop(key, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the progress, and pass each part its own state."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
+    from lightning_perf.run.run import Run
     from lightning_perf.run.stages import Progress
 else:
     Callback = compat.callback_class()
@@ -85,25 +86,25 @@ class PerfCallback(Callback):
 
     # -- lifecycle: override what you need ----------------------------------------------------
 
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         """The run is set up, on all ranks: check arguments against it and acquire resources."""
 
-    def on_start(self, context: RunContext) -> None:
+    def on_start(self, context: Run) -> None:
         """A stage starts: ``context.stage``."""
 
-    def on_epoch(self, context: RunContext) -> None:
+    def on_epoch(self, context: Run) -> None:
         """An epoch of training starts, the first one too."""
 
-    def before_batch(self, context: RunContext, batch: Any) -> None:
+    def before_batch(self, context: Run, batch: Any) -> None:
         """A batch is on the device."""
 
-    def after_batch(self, context: RunContext, batch: Any) -> None:
+    def after_batch(self, context: Run, batch: Any) -> None:
         """A batch has ended; ``context.moment`` is after it."""
 
-    def on_end(self, context: RunContext) -> None:
+    def on_end(self, context: Run) -> None:
         """The stage ended without an exception."""
 
-    def close(self, context: RunContext, reason: str) -> None:
+    def close(self, context: Run, reason: str) -> None:
         """Release everything; may be called more than once.
 
         The reason is ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
@@ -278,6 +279,8 @@ class PerfCallback(Callback):
             return
         try:
             with signals_held():
+                if reason == "teardown":  # reports in flight find all callbacks attached
+                    self.call(context.finish_reports, reason)
                 self.call(self.close, context, reason)
                 self._detach()
                 context.leave(self, reason)

@@ -18,7 +18,7 @@ from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batch_tracker import BatchCounter, BatchTracker
-from lightning_perf.run.batches import BatchTotals
+from lightning_perf.run.batches import TIMED, BatchTotals
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
 from lightning_perf.run.hardware import (
@@ -38,17 +38,19 @@ from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.core.progress import Timestamp
+    from lightning_perf.run.batches import BatchRecord
     from lightning_perf.run.run import Member
     from lightning_perf.run.summary import RunSummary
     from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
+    from lightning_perf.timing.totals import Totals
 
 
 _log = logging.getLogger("lightning_perf")
@@ -93,6 +95,13 @@ class RunContext:
         )
         self._live = LiveSummary()
         self.windows.sources = self._sources()
+        # What callbacks may ask of these parts.
+        self.subscribe, self.require_times = self.windows.subscribe, self.spans.require
+        self.require_flops = self.meter.require
+        self.check_mfu = self.meter.peaks.warn_if_above_peak
+        self.exclude_from_batch_time = self.stages.exclude_from_batch_time
+        self.log_from_worker, self.deliver = self.reporting.log_from_worker, self.reporting.deliver
+        self.new_writer = self.reporting.new_writer
         rank = self.ranks.global_rank
         # Not a method: the strategy, which is patched, must not keep the run alive.
         self.meter.report_untracked = partial(_report_untracked, self.reporting, rank)
@@ -229,6 +238,7 @@ class RunContext:
         """Wait a bounded time for the last reports of all ranks; not after an exception."""
         if reason != "exception":
             self.windows.gatherer.finish(GATHER_TIMEOUT)
+        self.batches.fold("train")
 
     def abandon(self) -> None:
         """Remove all callbacks: the run has ended without their hooks being called."""
@@ -261,6 +271,41 @@ class RunContext:
     def moment(self) -> Moment:
         """The current moment, before the next batch."""
         return self.stages.moment
+
+    @property
+    def nested(self) -> bool:
+        """Whether the stage is validation inside of fit."""
+        return self.stages.nested
+
+    @property
+    def batch(self) -> int:
+        """Batches of the stage that have ended."""
+        return self.stages.counters.batch
+
+    @property
+    def begins(self) -> bool:
+        """Whether the last batch was the first one since the stage started."""
+        return self.counters.batches == 1
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the last epoch ended before its predicted length."""
+        return self.counters.cut_short
+
+    @property
+    def logs_now(self) -> bool:
+        """Whether Lightning logs at the last batch."""
+        return self.tracker.report_due
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks train on one batch."""
+        return self.batches.sharing
+
+    @property
+    def reached(self) -> list[str]:
+        """Codes and severities of the verdicts so far."""
+        return self.reporting.reached
 
     @property
     def is_forked(self) -> bool:
@@ -381,6 +426,26 @@ class RunContext:
     def offer(self, prefix: str, signal: Signal) -> None:
         """Offer a signal, whose columns begin with the prefix, to subscribers."""
         self.windows.sources[prefix] = lambda: signal
+
+    def offer_rolling(self, prefix: str, batches: int) -> None:
+        """Offer the totals of the last batches."""
+        self.offer(prefix, self.batches.rolling(batches))
+
+    def listen(self, listener: Callable[[str, Sequence[BatchRecord]], None]) -> None:
+        """Call a function with the records of batches, once their times are known."""
+        self.batches.listeners.append(listener)
+
+    def training_mfu(self) -> float | None:
+        """The utilization in training so far."""
+        if not self.meter.wanted:
+            return None
+        totals = dict(zip(TIMED, self.batches.totals("train"), strict=False))
+        seconds, ideal = totals["flops/seconds"], totals["flops/ideal_seconds"]
+        return ideal / seconds if ideal and seconds else None
+
+    def times(self, *, latest: bool = False) -> Totals:
+        """Times by category, up to now or to the latest report."""
+        return self.spans.latest if latest else self.spans.totals
 
     def on_close(self, finish: Callable[[], None]) -> None:
         """Call a function at the end of the run, after the workers have stopped."""

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.core.window import Window
-    from lightning_perf.run.run import Member, Run
+    from lightning_perf.run.run import Engine, Member
     from lightning_perf.tracking.summary import Summary
 
     #: By stage: windows, each with the step of its first batch.
@@ -71,7 +71,7 @@ REFRESH, _MOST_TIME = 2.0, 0.01
 _EARLIER: WeakKeyDictionary[Trainer, Summary] = WeakKeyDictionary()
 
 
-def end_summary(context: Run, callbacks: Sequence[Member], reason: str) -> RunSummary | None:
+def end_summary(context: Engine, callbacks: Sequence[Member], reason: str) -> RunSummary | None:
     """Write the summary of a run at its end; return None if it is empty, or on other ranks."""
     if context.ranks.global_rank != 0 or reason not in _STATUS:
         return None
@@ -97,7 +97,7 @@ def end_summary(context: Run, callbacks: Sequence[Member], reason: str) -> RunSu
     return summary
 
 
-def _windows(context: Run) -> _Windows:
+def _windows(context: Engine) -> _Windows:
     """The windows of each stage, up to now; on the training thread."""
     return {stage: context.windows.summary_windows(stage) for stage in STAGES}
 
@@ -110,7 +110,7 @@ class LiveSummary:
         self.due = time.monotonic() + REFRESH
         self._watched = False
 
-    def refresh(self, context: Run) -> None:
+    def refresh(self, context: Engine) -> None:
         """Start an update, on the training thread. The file is written on another thread."""
         began, self.due = time.monotonic(), inf  # until it is written
         root = context.reporting.root(None)
@@ -123,7 +123,7 @@ class LiveSummary:
         elif local:
             self.due = began + REFRESH
 
-    def _write(self, context: Run, windows: _Windows, spent: float) -> None:
+    def _write(self, context: Engine, windows: _Windows, spent: float) -> None:
         began = time.monotonic()
         # An error here occurs again at the end of the run, which warns.
         with suppress(Exception):
@@ -151,7 +151,7 @@ class RunSummary:
 
     def __init__(
         self,
-        context: Run,
+        context: Engine,
         status: str,
         windows: _Windows,
         sections: Mapping[str, Any],
@@ -277,7 +277,7 @@ def _file(folder: Path, run_name: str) -> tuple[Path, Summary | None]:
     return path, None
 
 
-def log_locations(context: Run, callbacks: Sequence[Member]) -> None:
+def log_locations(context: Engine, callbacks: Sequence[Member]) -> None:
     """Log where the metrics and files are, if there is no logger; once per generated name."""
     if not destination.announce(context.trainer):
         return
@@ -296,7 +296,7 @@ def log_locations(context: Run, callbacks: Sequence[Member]) -> None:
         rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
 
 
-def _setup(context: Run) -> dict[str, Any]:
+def _setup(context: Engine) -> dict[str, Any]:
     loaded = {name: sys.modules[name] for name in _PACKAGES if name in sys.modules}
     versions = {name: getattr(each, "__version__", None) for name, each in loaded.items()}
     versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}

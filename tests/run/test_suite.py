@@ -122,19 +122,30 @@ def test_parts_are_callbacks_of_the_trainer_during_a_run(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_of_a_suite_has_each_state_once(tmp_path: Path) -> None:
-    """During a run each part has its own key; a Suite also loads what it returns without a run."""
-    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    suite = Suite([SpanProfiler(), Timings()])
-    trainer(tmp_path, suite, saving, enable_checkpointing=True).fit(Small())
-    keys = torch.load(tmp_path / "step=4.ckpt", weights_only=False)["callbacks"].keys()
-    ours = {key for key in keys if key.startswith("lightning_perf")}
-    assert ours == {"lightning_perf.SpanProfiler", "lightning_perf.Timings"}
-    monitor = SpeedMonitor(2)
-    state = suite.state_dict()
-    again = Suite([monitor, Timings()])
-    again.load_state_dict(state)
-    assert not monitor.state_dict()
-    assert again.parts[1].state_dict() == state["lightning_perf.Timings"]
+    """That of the Suite contains them; a part also finds its own, of a training without a Suite."""
+    files: dict[str, Any] = {}
+    for name, callbacks in {
+        "suite": [Suite([SpanProfiler(), Timings()])],
+        "alone": [SpanProfiler(), Timings()],
+    }.items():
+        saving = L.Callback()
+        saving.on_train_end = lambda run, _, to=name: run.save_checkpoint(tmp_path / to)  # type: ignore
+        trainer(tmp_path, saving, *callbacks).fit(Small())
+        saved = torch.load(tmp_path / name, weights_only=False)["callbacks"]
+        files[name] = {key: saved[key] for key in saved if key.startswith("lightning_perf")}
+    assert files["suite"].keys() == {"lightning_perf.Suite"}
+    assert files["suite"]["lightning_perf.Suite"].keys() == {*files["alone"], "progress"}
+    for name in files:
+        loaded: list[Any] = []
+
+        class Loads(SpanProfiler):
+            def load_state_dict(self, state_dict: dict[str, Any], found: Any = loaded) -> None:
+                found.append(state_dict["received"])
+
+        Loads.__name__ = "SpanProfiler"
+        run = trainer(tmp_path, Suite([Loads(), Timings()]), max_epochs=2)
+        run.fit(Small(), ckpt_path=tmp_path / name)
+        assert len(loaded) == 1
 
 
 @pytest.mark.parametrize("kind", [SpeedMonitor, Flops, Timings])
