@@ -57,7 +57,7 @@ class PerfCallback(Callback):
             cls.__init__ = name_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self) -> None:
-        self._context: RunContext | None = None
+        self._engine: RunContext | None = None
         self._hooks = Hooks()
         self._progress: Progress | None = None
         # Progress that was loaded before the set-up of a run.
@@ -78,6 +78,11 @@ class PerfCallback(Callback):
     def kind(self) -> str:
         """The key of this kind of callback in checkpoints."""
         return f"lightning_perf.{type(self).__name__}"
+
+    @property
+    def _context(self) -> Run | None:
+        """The run that this callback takes part in."""
+        return self._engine
 
     @property
     def parts(self) -> Sequence[PerfCallback]:
@@ -145,14 +150,14 @@ class PerfCallback(Callback):
             )
         self._disabled = True
         with suppress(Exception):
-            if self._context is not None and method != "close":
-                self.close(self._context, "failure")
+            if self._engine is not None and method != "close":
+                self.close(self._engine, "failure")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Join the trainer's run context."""
-        if self._context is not None:
-            if self._context.trainer is trainer:
-                self._context.abandon()  # its last run ended without a hook
+        if self._engine is not None:
+            if self._engine.trainer is trainer:
+                self._engine.abandon()  # its last run ended without a hook
             else:
                 warn(
                     f"this {type(self).__name__} was attached to another Trainer, which it leaves: "
@@ -172,7 +177,7 @@ class PerfCallback(Callback):
                 raise
             self.disable("setup", error)
             return
-        self._context, self._progress, self._disabled = context, context.progress, False
+        self._engine, self._progress, self._disabled = context, context.progress, False
         self.call(self.prepare, context, reraise=True)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
@@ -204,7 +209,7 @@ class PerfCallback(Callback):
 
     def _detach(self) -> None:
         """Detach from the run; remove the parts, and the methods that Lightning attached."""
-        context, self._context = self._context, None
+        context, self._engine = self._engine, None
         self._hooks.restore(vars(self))
         self._hooks.clear()
         for name in _ATTACHED:
@@ -224,7 +229,7 @@ class PerfCallback(Callback):
         self._hooks.restore(own)
         for name in (*_ATTACHED, "state_key"):
             own.pop(name, None)
-        return own | {"_context": None, "_progress": None, "_hooks": Hooks()}
+        return own | {"_engine": None, "_progress": None, "_hooks": Hooks()}
 
     def settings(self) -> dict[str, object]:
         """The constructor's arguments, for the run's params."""
@@ -244,10 +249,10 @@ class PerfCallback(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the progress of the run that is resumed, or else of the next run."""
         progress = state_dict.get("progress")
-        if self._context is None:
+        if self._engine is None:
             self._loaded = progress
         elif progress is not None:
-            self._context.resume(progress)
+            self._engine.resume(progress)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -256,8 +261,8 @@ class PerfCallback(Callback):
         states = checkpoint["callbacks"].items()
         saved = [state for key, state in states if str(key).startswith("lightning_perf.")]
         progress = next((state["progress"] for state in saved if "progress" in state), None)
-        if self._context is not None and progress is not None:
-            self._context.resume(progress)
+        if self._engine is not None and progress is not None:
+            self._engine.resume(progress)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the run."""
@@ -271,7 +276,7 @@ class PerfCallback(Callback):
 
     def leave(self, reason: str) -> None:
         """Close, and leave the run context, if there is one; ``reason`` as for ``close``."""
-        context = self._context
+        context = self._engine
         if context is None:
             self._detach()  # set-up failed earlier, but Lightning has attached its methods
             return
@@ -296,7 +301,7 @@ class PerfCallback(Callback):
         self.leave(reason)
 
     def _begin(self, word: str, trainer: Trainer, *_: object) -> None:
-        context = self._context
+        context = self._engine
         if context is None or trainer.sanity_checking:
             return
         if context.members[0] is self:
@@ -310,7 +315,7 @@ class PerfCallback(Callback):
         self.call(self.on_start, context, reraise=not context.stages.nested)
 
     def _end(self, word: str, *_: object) -> None:
-        context = self._context
+        context = self._engine
         if context is None or context.stage != STAGES[word]:
             return
         self.call(self.on_end, context)
@@ -318,7 +323,7 @@ class PerfCallback(Callback):
             context.advance(context.end)
 
     def _begin_epoch(self, *_: object) -> None:
-        context = self._context
+        context = self._engine
         if context is None or context.stage != "train":
             return
         if context.members[0] is self:
@@ -326,18 +331,18 @@ class PerfCallback(Callback):
         self.call(self.on_epoch, context)
 
     def _end_epoch(self, *_: object) -> None:
-        context = self._context
+        context = self._engine
         if context is not None and context.stage == "train":
             context.advance(context.end_epoch)
 
     def _before_batch(self, stage: str, *arguments: Any) -> None:
-        context, batch = self._context, arguments[2]
+        context, batch = self._engine, arguments[2]
         if context is not None and context.stages.stage == stage:
             self.call(self.before_batch, context, batch)
 
     def _after_batch(self, stage: str, *arguments: Any) -> None:
         """A batch has ended: this runs once per batch, and makes few calls."""
-        context, batch = self._context, arguments[3]
+        context, batch = self._engine, arguments[3]
         if context is None or context.stages.stage != stage:
             return
         if context.members[0] is self:
