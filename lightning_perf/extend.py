@@ -24,5 +24,6 @@ __all__ = [
     "Names", "NotHere", "PerfWarning", "Profiler", "Ranks", "Recorded", "RecorderBusy", "Recording",
     "Rule", "Run", "Schedule", "Signal", "Signals", "Time", "TimeUnit", "Timestamp", "Tracker",
     "Trigger", "Unknown", "Verdict", "Window", "WindowCallback", "as_schedule", "defaults", "flag",
-    "needs", "rank_list", "refuse_python_profiler", "refuse_torch_profiler", "stage_list", "times", "whole",
+    "needs", "rank_list", "refuse_python_profiler", "refuse_torch_profiler", "stage_list", "times",
+    "whole",
 ]  # fmt: skip
