@@ -309,7 +309,8 @@ class Diagnosis(WindowCallback):
     @override
     def close(self, context: Run, reason: str) -> None:
         super().close(context, reason)
-        if self._capture is not None:  # a trace is written before the report about it
+        # A trace is written before the report about it.
+        if self._capture is not None and reason != "failure":
             self._capture.leave(reason)
         if self.schedule is not None:
             self.schedule.close()

@@ -12,7 +12,17 @@ import torch
 from helpers.small import RANKS, Small, trainer
 from helpers.torch_traces import steps, traces
 
-from lightning_perf import ConfigError, Diagnosis, OnVerdict, PyTorch, Suite, Verdict, VizTracer
+from lightning_perf import (
+    ConfigError,
+    Diagnosis,
+    OnVerdict,
+    PerfWarning,
+    PyTorch,
+    Suite,
+    Timings,
+    Verdict,
+    VizTracer,
+)
 from lightning_perf.callbacks.factory import from_environment
 from lightning_perf.diagnosis.signals import Signals
 
@@ -139,6 +149,21 @@ def test_a_deleted_trace_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert "moved or deleted after they were written" in warning
     caplog.clear()
+
+
+def test_a_diagnosis_that_fails_leaves_its_capture_and_others_working(tmp_path: Path) -> None:
+    """The capture, which is called last at each batch, records, and the other callbacks report."""
+
+    class Broken(Diagnosis):
+        def on_window(self, window: Any) -> Any:
+            raise ZeroDivisionError("planted")
+
+    timings = Timings(schedule="1ba")
+    diagnosis = Broken(capture=PyTorch(schedule="at 12ba for 2ba"), terminal=False)
+    with pytest.warns(PerfWarning, match=r"Broken is off.*on_window.*planted"):
+        trainer(tmp_path, timings, diagnosis, log_every_n_steps=1).fit(Small())
+    assert len(traces(tmp_path)) == 1
+    assert timings.rows[-1][0] == 15
 
 
 @pytest.mark.slow
