@@ -39,7 +39,7 @@ with MEASURED if CHILD in sys.argv else nullcontext():
     from test_hostile_input import CONFIG, TRACE
 
     from lightning_perf import ConfigError, Time, always_on
-    from lightning_perf.callbacks.suite import from_environment
+    from lightning_perf.callbacks.factory import from_environment
     from lightning_perf.cli import Failure
     from lightning_perf.cli.runs import compare
     from lightning_perf.cli.training import folder_source

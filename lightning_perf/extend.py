@@ -12,6 +12,7 @@ from lightning_perf.errors import ConfigError, PerfWarning, RecorderBusy
 from lightning_perf.profilers.base import Names, Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.profilers.tools import defaults, refuse_python_profiler, refuse_torch_profiler
+from lightning_perf.run.run import Run
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.run.windows import Signal
 from lightning_perf.schedule import FOREVER, Context, Schedule, Trigger, as_schedule
@@ -21,7 +22,8 @@ from lightning_perf.tracking.tracker import Tracker
 __all__ = [
     "FOREVER", "RULES", "ConfigError", "Context", "FunctionRule", "Impact", "Limits", "Moment",
     "Names", "NotHere", "PerfWarning", "Profiler", "Ranks", "Recorded", "RecorderBusy", "Recording",
-    "Rule", "Schedule", "Signal", "Signals", "Time", "TimeUnit", "Timestamp", "Tracker", "Trigger",
-    "Unknown", "Verdict", "Window", "WindowCallback", "as_schedule", "defaults", "flag", "needs",
-    "rank_list", "refuse_python_profiler", "refuse_torch_profiler", "stage_list", "times", "whole",
+    "Rule", "Run", "Schedule", "Signal", "Signals", "Time", "TimeUnit", "Timestamp", "Tracker",
+    "Trigger", "Unknown", "Verdict", "Window", "WindowCallback", "as_schedule", "defaults", "flag",
+    "needs", "rank_list", "refuse_python_profiler", "refuse_torch_profiler", "stage_list", "times",
+    "whole",
 ]  # fmt: skip

@@ -30,7 +30,6 @@ from lightning_perf.flops import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.profilers.recording import OpenRecording
 from lightning_perf.run import compat, destination
-from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
@@ -43,7 +42,7 @@ from lightning_perf.traces.names import folder_format
 if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Costs, Signals
     from lightning_perf.run.batches import BatchRecord
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
     from lightning_perf.traces.summary import TraceSummary
 
 _FOLDER = "{run_name}/diagnosis"
@@ -161,23 +160,22 @@ class Diagnosis(WindowCallback):
     @property
     @override
     def parts(self) -> list[PerfCallback]:
-        # A trace is written before the report about it.
-        return [self] if self._capture is None else [self._capture, self]
+        return [] if self._capture is None else [self._capture]
 
     # -- the run ------------------------------------------------------------------------------
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         self._reset()
         several = context.ranks.world_size > 1
         self.columns = (*type(self).columns, *(("waits/*",) if several else ()))
         super().prepare(context)
         if self.schedule is not None:
             self.schedule.setup(context.schedule_context)
-        context.batches.listeners.append(self._add_steps)
+        context.listen(self._add_steps)
         # Weak, because `gc` keeps the timer of a run whose end was not announced, and with it this
         # object.
-        recorder = weakref.proxy(context.spans.require())
+        recorder = weakref.proxy(context.require_times())
         self._gc = GcTimer(lambda: recorder.clock.running)
         self._gc.open()
         if context.trainer.state.fn == "fit" and context.ranks.global_rank == 0:
@@ -185,18 +183,18 @@ class Diagnosis(WindowCallback):
         self._active = True
 
     @override
-    def on_start(self, context: RunContext) -> None:
+    def on_start(self, context: Run) -> None:
         super().on_start(context)
         self._add_compilations("forward")
         if context.stage == "train" and self._start is None:
             self._start = time.monotonic()
             self._opened = OpenRecording.opened
-            self._record.origin = {**context.spans.totals.costs, **self._other_costs()}
+            self._record.origin = {**context.times().costs, **self._other_costs()}
             self._setup = _setup(context)
             self._next = context.counters.batch + _FEWEST_BATCHES
 
     @override
-    def window_due(self, context: RunContext, at_end: bool) -> bool:
+    def window_due(self, context: Run, at_end: bool) -> bool:
         due = super().window_due(context, at_end)
         if at_end or not due:  # the end may be that of a validation with its own batches
             return due
@@ -207,12 +205,12 @@ class Diagnosis(WindowCallback):
         return True
 
     @override
-    def window_ended(self, context: RunContext) -> None:
-        self._add_compilations("validation" if context.stages.nested else "forward")
+    def window_ended(self, context: Run) -> None:
+        self._add_compilations("validation" if context.nested else "forward")
         if context.stage == "train" and context.ranks.global_rank == 0:
             opened, self._opened = self._opened, OpenRecording.opened
             self._recordings += opened != self._opened or OpenRecording.current is not None
-            self._costs.append({**context.spans.latest.costs, **self._other_costs()})
+            self._costs.append({**context.times(latest=True).costs, **self._other_costs()})
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -230,10 +228,10 @@ class Diagnosis(WindowCallback):
             job = partial(self._analyse, self._signals(context), context, window.step)
             if not context.file_worker.submit(job, "the diagnosis"):
                 self._analysing = False
-        context.reporting.deliver()
+        context.deliver()
         return None
 
-    def _wanted(self, window: Window, context: RunContext) -> bool:
+    def _wanted(self, window: Window, context: Run) -> bool:
         if self.schedule is None or self._start is None:
             return False
         moment = Moment(
@@ -244,7 +242,7 @@ class Diagnosis(WindowCallback):
         return self.schedule(moment) and self._spent <= allowed
 
     def _add_steps(self, stage: str, records: Sequence[BatchRecord]) -> None:
-        if stage == "train":
+        if stage == "train" and not self.disabled:
             first = next((record.seconds for record in records if record.first), None)
             steps = [
                 Step(
@@ -277,17 +275,14 @@ class Diagnosis(WindowCallback):
         seconds, calls = self._compilations.get(category, (0.0, 0))
         self._compilations[category] = Cost(seconds + sum(new), calls + len(new))
 
-    def _signals(self, context: RunContext) -> Signals:
-        mfu = None
-        if context.meter.wanted:
-            totals = dict(zip(TIMED, context.batches.totals("train"), strict=False))
-            seconds, ideal = totals["flops/seconds"], totals["flops/ideal_seconds"]
-            mfu = ideal / seconds if ideal and seconds else None
+    def _signals(self, context: Run) -> Signals:
         # Lightning creates this loader with the first validation.
         loader = _loader(compat.validation_loader(context.trainer))
-        return self._record.signals(replace(self._setup, validation_loader=loader), mfu)
+        return self._record.signals(
+            replace(self._setup, validation_loader=loader), context.training_mfu()
+        )
 
-    def _analyse(self, signals: Signals, context: RunContext, step: int) -> None:
+    def _analyse(self, signals: Signals, context: Run, step: int) -> None:
         """Diagnose; on a worker thread while training runs."""
         began = time.thread_time()
         try:
@@ -299,7 +294,7 @@ class Diagnosis(WindowCallback):
             return  # the run has ended and was diagnosed meanwhile
         self._diagnosed = signals.batches
         self._findings, self.verdicts = findings, list(findings.verdicts)
-        reached = context.reporting.reached
+        reached = context.reached
         found = [name for each in self.verdicts for name in (each.code, each.severity)]
         reached += [name for name in dict.fromkeys(found) if name not in reached]
         shares: dict[str, float] = {}
@@ -307,33 +302,31 @@ class Diagnosis(WindowCallback):
             key = f"diagnosis/{verdict.code}"
             shares[key] = max(verdict.share, shares.get(key, 0.0))
         self.metrics = shares
-        context.reporting.log_from_worker(shares, step)
+        context.log_from_worker(shares, step)
 
     # -- the end ------------------------------------------------------------------------------
 
     @override
-    def close(self, context: RunContext, reason: str) -> None:
+    def close(self, context: Run, reason: str) -> None:
         super().close(context, reason)
+        # A trace is written before the report about it.
+        if self._capture is not None and reason != "failure":
+            self._capture.call(self._capture.close, context, reason)
         if self.schedule is not None:
             self.schedule.close()
         if self._gc is not None:
             self._gc.close()
-        listeners = context.batches.listeners
-        if self._add_steps in listeners:
-            listeners.remove(self._add_steps)
         if not self._active:
             return
         self._active = False
         if reason == "failure" or self._start is None or context.ranks.global_rank != 0:
             return
-        context.finish_reports(reason)
-        context.batches.fold("train")
         signals = self._signals(context)
         self._analyse(signals, context, context.step)
-        context.reporting.deliver()
+        context.deliver()
         self._leave_files(context, signals)
 
-    def _leave_files(self, context: RunContext, signals: Signals) -> None:
+    def _leave_files(self, context: Run, signals: Signals) -> None:
         findings, captured = self._findings, cache(self._captured)
         texts: dict[str, Callable[[], str]] = {
             "diagnosis.json": lambda: json.dumps(document(signals, findings, captured()), indent=1),
@@ -360,7 +353,7 @@ class Diagnosis(WindowCallback):
         return {"verdicts": verdicts, "abstained": dict(self._findings.abstained)}
 
 
-def _setup(context: RunContext) -> Setup:
+def _setup(context: Run) -> Setup:
     """The settings of a training that begins."""
     trainer, limits = context.trainer, context.limits
     return Setup(
@@ -375,9 +368,7 @@ def _setup(context: RunContext) -> Setup:
         automatic_optimization=context.module.automatic_optimization,
         reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
         loader=_loader(compat.training_loader(trainer)),
-        ours=frozenset(
-            type(each).__name__ for member in context.members for each in member.with_parts
-        ),
+        ours=frozenset(type(each).__name__ for each in context.members),
     )
 
 

@@ -14,8 +14,8 @@ from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Every, Schedule, as_schedule
 
 if TYPE_CHECKING:
-    from lightning_perf.run.batches import BatchRecord, BatchTotals
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.batches import BatchRecord
+    from lightning_perf.run.run import Run
 
 
 class Flops(WindowCallback):
@@ -85,13 +85,13 @@ class Flops(WindowCallback):
         self._reported: set[str] = set()
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         self._reported = set()
-        context.meter.require(self.peak_flops, "peak_flops")
+        context.require_flops(self.peak_flops, "peak_flops")
         if self.formula is not None:
             formula = formula_for(self.formula, context.module)
-            signal = self._formula = FormulaSignal(formula, context.batches)
-            context.batches.listeners.append(signal.fold)
+            signal = self._formula = FormulaSignal(formula, context)
+            context.listen(signal.fold)
             context.offer("formula", signal)
             self.columns = ("flops/*", "formula/*")
         super().prepare(context)
@@ -101,14 +101,14 @@ class Flops(WindowCallback):
         return super().overrides(method) and (method != "after_batch" or self._formula is not None)
 
     @override
-    def after_batch(self, context: RunContext, batch: Any) -> None:
+    def after_batch(self, context: Run, batch: Any) -> None:
         if self._formula is not None and context.stage == "train":
             self._formula.count(batch)
 
     @override
-    def window_due(self, context: RunContext, at_end: bool) -> bool:
+    def window_due(self, context: Run, at_end: bool) -> bool:
         due = super().window_due(context, at_end)
-        if not at_end and not context.stages.nested and context.counters.batches == 1:
+        if not at_end and not context.nested and context.counters.batches == 1:
             self.trigger.request()
             return True
         return due
@@ -128,7 +128,7 @@ class Flops(WindowCallback):
         if "mfu" in found:
             self._reported.add(window.stage)
             if self._context is not None:
-                self._context.meter.peaks.warn_if_above_peak(found["mfu"])
+                self._context.check_mfu(found["mfu"])
         return found
 
 
@@ -138,8 +138,8 @@ class FormulaSignal:
     columns = ("formula/ideal_seconds", "formula/batch")
     gauges = frozenset({"formula/batch"})
 
-    def __init__(self, formula: Callable[[Any], float], batches: BatchTotals) -> None:
-        self._formula, self._batches = formula, batches
+    def __init__(self, formula: Callable[[Any], float], run: Run) -> None:
+        self._formula, self._run = formula, run
         # FLOPs of batches whose records are not yet folded.
         self._pending: deque[float] = deque()
         self._ideal_seconds, self._last = 0.0, 0.0
@@ -147,7 +147,7 @@ class FormulaSignal:
     def count(self, batch: Any) -> None:
         """Apply the formula to a batch."""
         flops = 0.0 if batch is None else float(self._formula(batch))  # None: Lightning skipped it
-        self._pending.append(flops / self._batches.sharing)
+        self._pending.append(flops / self._run.sharing)
 
     def fold(self, stage: str, records: Sequence[BatchRecord]) -> None:
         """Add batches whose time is known by now."""

@@ -17,7 +17,7 @@ from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:
     from lightning_perf.core.progress import Limits, Timestamp
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 SECONDS_PER_UNIT = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
 #: Tolerance: the mean interval between validations may be inexact.
@@ -109,9 +109,9 @@ class SpeedMonitor(WindowCallback):
         self._remaining: RemainingTime | None = None
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         self._reported, self._remaining = set(), None
-        context.meter.require(self.gpu_flops_available, "gpu_flops_available")
+        context.require_flops(self.gpu_flops_available, "gpu_flops_available")
         self._prefix = f"rolling_{self.window_size}"
         context.offer(self._prefix, context.batches.rolling(self.window_size))
         self.columns = (
@@ -123,13 +123,13 @@ class SpeedMonitor(WindowCallback):
         super().prepare(context)
 
     @override
-    def on_start(self, context: RunContext) -> None:
+    def on_start(self, context: Run) -> None:
         super().on_start(context)
         progress = context.progress
         if context.stage == "train":
             validations, start = progress.stages["validate"].epoch, context.timestamp
             self._remaining = RemainingTime(context.limits, start, validations)
-        elif self._remaining is not None and context.stages.nested:
+        elif self._remaining is not None and context.nested:
             batch = progress.stages["train"].batch
             self._remaining.validation_begins(batch, progress.validation_seconds)
 
@@ -153,7 +153,7 @@ class SpeedMonitor(WindowCallback):
             self._reported.add(stage)
             found |= throughput(window, prefix)
             if context is not None:
-                context.meter.peaks.warn_if_above_peak(found.get("throughput/device/mfu", 0))
+                context.check_mfu(found.get("throughput/device/mfu", 0))
         return found
 
     def _times(self, window: Window) -> dict[str, float]:

@@ -1,34 +1,26 @@
-"""Several of our callbacks as one: `Suite`, `always_on`, and the suite of LIGHTNING_PERF."""
+"""A list of our callbacks: `Suite`, `always_on`, and the suite of LIGHTNING_PERF."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_perf.checks import flag, is_list, name_arguments, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.run.hooks import ENDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.run.context import RunContext
-
-#: Lightning's hooks that a Suite forwards; it saves and loads the state of its parts itself.
-_HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name == "teardown"]
+    from lightning_perf.run.run import Run
 
 
 class Suite(PerfCallback):
-    """Runs several of our callbacks as one, which lowers the overhead per step.
+    """A list of our callbacks as one: during a run they are the Trainer's callbacks after it.
 
-    Lightning hooks that a hosted callback overrides are called too, after the Suite's own
-    (``teardown`` and ``on_exception`` before it).
+    Checkpoints have the state of each one within that of the Suite, and resume in either form.
 
     Args:
         callbacks: Callbacks of lightning_perf, in the order in which they run. Those of a Suite
@@ -91,36 +83,19 @@ class Suite(PerfCallback):
     @property
     @override
     def parts(self) -> list[PerfCallback]:
-        return [part for each in self.callbacks for part in each.parts]
+        return self.callbacks
+
+    @property
+    def reaches(self) -> set[str]:  # type: ignore[override]
+        """The codes that its callbacks may reach."""
+        return {code for part in self.callbacks for code in part.reaches}
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        for hook in _HOOKS:
-            theirs = [getattr(part, hook) for part in self.parts if _overrides(part, hook)]
-            if theirs:
-                self._forward(hook, theirs)
-        for part in self.parts:
-            if hasattr(self, "log"):
-                part.log, part.log_dict = self.log, self.log_dict  # type: ignore[attr-defined]
-            if _overrides(part, "setup"):
-                part.setup(trainer, pl_module, stage)
-
-    def _forward(self, hook: str, theirs: list[Callable[..., object]]) -> None:
-        """Forward a Lightning hook to the parts that override it, for this run."""
-        own = getattr(type(self), hook).__get__(self)
-        hooks = [*theirs, own] if hook in ENDS else [own, *theirs]
-
-        def forward(*args: Any, **kwargs: Any) -> None:
-            for each in hooks:
-                each(*args, **kwargs)
-
-        setattr(self, hook, forward)
-        if hook not in self._skipped_hooks:
-            self._skipped_hooks.append(hook)
+    def settings(self) -> dict[str, object]:
+        return {}
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         if self.data_parallel_size is not None:
             context.share_batches(self.data_parallel_size)
 
@@ -129,18 +104,19 @@ class Suite(PerfCallback):
         parts = {key: part.state_dict() for key, part in self._by_key.items()}
         return super().state_dict() | parts
 
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        for key in self._by_key:  # the Suite has it
+            checkpoint["callbacks"].pop(key, None)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the progress, and pass each part its own state."""
         super().load_state_dict(state_dict)
         for key, part in self._by_key.items():
             if key in state_dict:
                 part.load_state_dict(state_dict[key])
-
-
-def _overrides(part: PerfCallback, hook: str) -> bool:
-    """Whether a callback overrides a hook of our base class."""
-    own = getattr(part, hook)
-    return callable(own) and getattr(own, "__func__", None) is not getattr(PerfCallback, hook)
 
 
 @name_arguments
@@ -187,13 +163,15 @@ class EnvironmentSuite(Suite):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        others = [each for each in trainer.callbacks if isinstance(each, PerfCallback)]  # type: ignore[attr-defined]
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [each for each in callbacks if isinstance(each, PerfCallback)]
         # Lightning appends to the user's own list: one that an earlier Trainer used has its suite.
         suites = [each for each in others if isinstance(each, EnvironmentSuite)]
         repeated = suites[0] is not self
-        kinds = {type(part) for each in others if each not in suites for part in each.parts}
-        self.callbacks = [part for part in self._all if not (repeated or type(part) in kinds)]
-        left_out = [type(part).__name__ for part in self._all if type(part) in kinds]
+        users = {type(each) for each in others if each not in (*suites, *self._all)}
+        users |= {type(part) for each in others if each not in suites for part in each.parts}
+        self.callbacks = [part for part in self._all if not (repeated or type(part) in users)]
+        left_out = [type(part).__name__ for part in self._all if type(part) in users]
         if left_out and not repeated:
             names = ", ".join(left_out)
             rank_zero_info(f"LIGHTNING_PERF: the Trainer has its own {names}.")

@@ -20,7 +20,7 @@ from lightning_perf.system import HOST
 from lightning_perf.system.gpus import GPU, PER_GPU, gpu_key
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 _SHORTEST = 0.1
 #: Units below a second, which `Time` does not have, and how many make a second.
@@ -94,27 +94,27 @@ class SystemMetrics(WindowCallback):
         self._memory_step = -1
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         self._memory_step = -1
         if context.sampler is not None:
             context.sampler.subscribe(self.state_key, self._seconds)
         super().prepare(context)
 
     @override
-    def close(self, context: RunContext, reason: str) -> None:
+    def close(self, context: Run, reason: str) -> None:
         super().close(context, reason)
         if context.sampler is not None:
             context.sampler.unsubscribe(self.state_key)
 
     @override
-    def on_start(self, context: RunContext) -> None:
+    def on_start(self, context: Run) -> None:
         super().on_start(context)
-        if not context.stages.nested:
+        if not context.nested:
             self._sampled = False
 
     @override
-    def window_due(self, context: RunContext, at_end: bool) -> bool:
-        if context.stages.nested:
+    def window_due(self, context: Run, at_end: bool) -> bool:
+        if context.nested:
             return False
         if at_end and not self._sampled and context.sampler is not None:
             context.sampler.refresh(_PATIENCE)

@@ -25,7 +25,7 @@ from lightning_perf.timing.totals import (
 )
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 _FOLDER = "{run_name}/timings"
 #: The number of windows in which a straggler is searched.
@@ -111,7 +111,7 @@ class Timings(WindowCallback):
         return rows
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         self._history, self.table, self._stage = History(), [], ""
         self.straggler, self._last = None, {}
         self._work.clear()
@@ -130,13 +130,13 @@ class Timings(WindowCallback):
         self._active = True
 
     @override
-    def on_start(self, context: RunContext) -> None:
+    def on_start(self, context: Run) -> None:
         super().on_start(context)
         if not self._stage:
             self._stage = context.stage
             begun = dict.fromkeys(TIMES, 0.0)
             step, batch = context.step - 1, context.counters.batch
-            start = Point(step, batch, begun, context.spans.totals)
+            start = Point(step, batch, begun, context.times())
             self._history = History(start, most=_MOST_ROWS)
 
     @override
@@ -188,19 +188,18 @@ class Timings(WindowCallback):
             self.metrics |= {prefix + column: value for column, value in self._last.items()}
 
     @override
-    def close(self, context: RunContext, reason: str) -> None:
+    def close(self, context: Run, reason: str) -> None:
         super().close(context, reason)
         if not self._active or not self._stage or reason == "failure":
             return
         self._active = False
         start = self._history.points[0]
-        self.table = (context.spans.totals - start.costs).table(TABLED)
+        self.table = (context.times() - start.costs).table(TABLED)
         batches = context.progress.timestamp(self._stage).batch - start.batch
         if batches and context.ranks.global_rank == 0:
-            context.finish_reports(reason)
             self._leave_files(context)
 
-    def _leave_files(self, context: RunContext) -> None:
+    def _leave_files(self, context: Run) -> None:
         rows, first = self.rows, self._history.points[0].step + 1
         files: dict[str, Callable[[Path], None]] = {}
         if rows:

@@ -40,7 +40,7 @@ from lightning_perf.units import counted
 
 if TYPE_CHECKING:
     from lightning_perf.core.progress import Moment, Timestamp
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
     from lightning_perf.traces.writer import TraceWriter
 
 #: Files that are made of a recording, which exists without them.
@@ -178,7 +178,7 @@ class Profiler(PerfCallback):
     # -- for subclasses ---------------------------------------------------------------------------
 
     @abstractmethod
-    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
+    def record(self, path: Path, context: Run, warmup: int) -> Recording:
         """Start the recorder, yield, and stop it, which leaves one file.
 
         It yields once: a function to call after each batch, or None. It may return ``Recorded``,
@@ -240,7 +240,7 @@ class Profiler(PerfCallback):
     # -- lifecycle --------------------------------------------------------------------------------
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         earlier, self._session = self._session, None
         self._check(context)
         self.schedule.setup(context.schedule_context)
@@ -256,11 +256,11 @@ class Profiler(PerfCallback):
             writer.follow(earlier.writer)
 
     @override
-    def on_start(self, context: RunContext) -> None:
+    def on_start(self, context: Run) -> None:
         if (session := self._session) is None:
             return
         self._stop(context)  # validation inside of fit ends the training window
-        if not context.stages.nested:
+        if not context.nested:
             inside = ["validate"] if context.stage == "train" else []
             now = {stage: context.progress.timestamp(stage) for stage in [context.stage, *inside]}
             session.writer.check(now, resumes(context.trainer))
@@ -268,7 +268,7 @@ class Profiler(PerfCallback):
         self._turn(context)
 
     @override
-    def on_epoch(self, context: RunContext) -> None:
+    def on_epoch(self, context: Run) -> None:
         if (session := self._session) is None:
             return
         moment, running, most = context.moment, session.recording, self.batches_per_trace
@@ -279,29 +279,29 @@ class Profiler(PerfCallback):
             self._turn(context)
 
     @override
-    def before_batch(self, context: RunContext, batch: Any) -> None:
+    def before_batch(self, context: Run, batch: Any) -> None:
         if (session := self._session) is not None and session.reopens:
             session.reopens = False
             self.schedule.observe(context.moment)
             self._turn(context)
 
     @override
-    def after_batch(self, context: RunContext, batch: Any) -> None:
+    def after_batch(self, context: Run, batch: Any) -> None:
         session = self._session
         if session is not None and context.counters.batch >= session.asleep_until:
             self._end_batch(context)
 
     @override
-    def on_end(self, context: RunContext) -> None:
+    def on_end(self, context: Run) -> None:
         if (session := self._session) is not None:
             self._stop(context)
             if context.stage == "train":
                 session.ended = context.moment
             # After validation inside of fit, the training window continues with the next batch.
-            session.reopens = context.stages.nested
+            session.reopens = context.nested
 
     @override
-    def close(self, context: RunContext, reason: str) -> None:
+    def close(self, context: Run, reason: str) -> None:
         try:
             self._stop(context, cut_short=reason == "exception")
             if reason == "teardown" and (session := self._session) is not None:
@@ -313,7 +313,7 @@ class Profiler(PerfCallback):
 
     # -- windows ----------------------------------------------------------------------------------
 
-    def _end_batch(self, context: RunContext) -> None:
+    def _end_batch(self, context: Run) -> None:
         """Count a batch, once, and decide about the next one."""
         session, counted = self._open_session, (context.stage, context.counters.batch)
         if session.counted == counted:
@@ -324,11 +324,11 @@ class Profiler(PerfCallback):
         self.schedule.observe(context.moment)
         self._turn(context)
 
-    def _turn(self, context: RunContext) -> None:
+    def _turn(self, context: Run) -> None:
         """Open, continue or close a recording, as the schedule says about the next batch."""
         moment, session = context.moment, self._open_session
         session.asleep_until, running = 0, session.recording
-        stage, nested = context.stage, context.stages.nested
+        stage, nested = context.stage, context.nested
         trained = stage == "train" and moment.fraction == 1.0
         evaluated = stage != "train" and evaluation_ends(context.trainer, stage, nested)
         window = None if trained else self.schedule.window(moment)
@@ -348,7 +348,7 @@ class Profiler(PerfCallback):
         else:
             self._look_ahead(context, moment)
 
-    def _look_ahead(self, context: RunContext, moment: Moment) -> None:
+    def _look_ahead(self, context: Run, moment: Moment) -> None:
         """Start the warm-up for a predicted window, or set the batch before which none can open."""
         lead = min(self.schedule.lead, _MOST_WARMUP) if self.warms_up else 0
         quiet_until = self.schedule.quiet_until(moment)
@@ -362,12 +362,12 @@ class Profiler(PerfCallback):
             self._open_session.asleep_until = quiet_until - lead
 
     @signals_held()  # Ctrl-C between two lines would lose a recording
-    def _start(self, context: RunContext, window: Hashable, warmup: int = 0) -> None:
+    def _start(self, context: Run, window: Hashable, warmup: int = 0) -> None:
         session, stage = self._open_session, context.stage
         session.opened = session.opened or not warmup
         if (other := OpenRecording.current) is not None:
             other.give_way(context, warmup)
-        with context.stages.exclude_from_batch_time():
+        with context.exclude_from_batch_time():
             try:
                 path = session.writer.spool(stage)
                 recording = self.record(path, context, warmup)
@@ -379,7 +379,7 @@ class Profiler(PerfCallback):
                 if not (warmup and isinstance(error, RecorderBusy)):
                     self._skip(error)
 
-    def give_way(self, context: RunContext, warmup: int) -> None:
+    def give_way(self, context: Run, warmup: int) -> None:
         """Another profiler starts a recording: close one of this profiler that ends here.
 
         Lightning calls that profiler first at the end of a batch. Its window, but not its
@@ -397,13 +397,13 @@ class Profiler(PerfCallback):
             self._stop(context)
 
     @signals_held()
-    def _stop(self, context: RunContext, cut_short: bool = False) -> None:
+    def _stop(self, context: Run, cut_short: bool = False) -> None:
         """Close the open recording and save it, including the part of an interrupted batch."""
         session = self._session
         if session is None or (running := session.recording) is None:
             return
         session.recording = None
-        with context.stages.exclude_from_batch_time():
+        with context.exclude_from_batch_time():
             try:
                 recorded = running.stop()
             except OSError as error:
@@ -438,7 +438,7 @@ class Profiler(PerfCallback):
 
     # -- files ------------------------------------------------------------------------------------
 
-    def new_writer(self, context: RunContext, names: Names) -> TraceWriter:
+    def new_writer(self, context: Run, names: Names) -> TraceWriter:
         """The writer of recordings, or of files that are made of them."""
         own, remote = self.own_file, names.remote or self.own_file.remote or ""
         elsewhere = posixpath.dirname(remote) != posixpath.dirname(own.remote or "")
@@ -452,7 +452,7 @@ class Profiler(PerfCallback):
             readme=self.how_to_open if names == own or elsewhere else None,
             optional=names.local.endswith(_OPTIONAL),
         )
-        return context.reporting.new_writer(options, self.output_path_prefix)
+        return context.new_writer(options, self.output_path_prefix)
 
     def save(self, path: Path, timestamp: Timestamp, stage: str, recorded: Recorded) -> None:
         """Hand a recording, and the files that are made of it, to their writers."""
@@ -467,11 +467,11 @@ class Profiler(PerfCallback):
 
     # -- checks and messages ----------------------------------------------------------------------
 
-    def _check(self, context: RunContext) -> None:
+    def _check(self, context: Run) -> None:
         """Refuse two profilers of a kind that write to the same files."""
         if context.ranks.global_rank == 0:
             self._warn_of_ranks(context.ranks.world_size)
-        for other in context.parts:
+        for other in context.members:
             if type(other) is type(self) and other is not self and _place(other) == _place(self):
                 problem = (
                     f"is also that of another {type(self).__name__} of this Trainer: give one of "
@@ -499,7 +499,7 @@ class Profiler(PerfCallback):
                     "whose files replace one another: add {rank} to it."
                 )
 
-    def _warn_of_no_window(self, context: RunContext, ended: Moment | None) -> None:
+    def _warn_of_no_window(self, context: Run, ended: Moment | None) -> None:
         """Warn, on one rank, that training ended before the first window."""
         is_first = context.ranks.global_rank == min(self.ranks or [0])
         is_trial = context.trainer.fast_dev_run  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from lightning_perf.schedule import Schedule
 from lightning_perf.units import bytes_text
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 #: Profilers that need a snapshot when an allocation fails.
 _watching: WeakSet[MemorySnapshot] = WeakSet()
@@ -123,7 +123,7 @@ class MemorySnapshot(Profiler):
         }
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         super().prepare(context)
         self._oom, self._ran_out = None, False
         if has_cuda():
@@ -134,7 +134,7 @@ class MemorySnapshot(Profiler):
             _warn_once()
 
     @override
-    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
+    def record(self, path: Path, context: Run, warmup: int) -> Recording:
         memory = torch.cuda.memory
         # Python frames only: C++ frames take seconds to resolve when the window ends.
         memory._record_memory_history("all", stacks="python", max_entries=self.max_entries)
@@ -145,12 +145,12 @@ class MemorySnapshot(Profiler):
             memory._record_memory_history(None)
 
     @override
-    def after_batch(self, context: RunContext, batch: Any) -> None:
+    def after_batch(self, context: Run, batch: Any) -> None:
         self._oom = None  # the failed allocation did not end the run
         super().after_batch(context, batch)
 
     @override
-    def close(self, context: RunContext, reason: str) -> None:
+    def close(self, context: Run, reason: str) -> None:
         error = sys.exception() if reason == "exception" else None
         self._ran_out = isinstance(error, torch.OutOfMemoryError)
         try:

@@ -22,7 +22,7 @@ from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 #: Further arguments of memray.Tracker; it is written in C and has no signature.
 _OPTIONS = {
@@ -174,13 +174,13 @@ class Memray(RecordsChildren):
         return {name: self.beside(suffix) for name, suffix in suffixes.items()}
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         super().prepare(context)
         if self.follow_fork and self._session is not None:
             self._children = Children(partial(record_child, self._tracker_options()))
 
     @override
-    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
+    def record(self, path: Path, context: Run, warmup: int) -> Recording:
         tools.refuse_python_profiler(self)
         with tools.blaming(self.options):
             tracker = new_tracker(path, self._tracker_options())
@@ -197,8 +197,8 @@ class Memray(RecordsChildren):
         return Recorded(further=self._further_of(path, context))
 
     @override
-    def after_batch(self, context: RunContext, batch: Any) -> None:
-        context.reporting.deliver()
+    def after_batch(self, context: Run, batch: Any) -> None:
+        context.deliver()
         super().after_batch(context, batch)
 
     def _tracker_options(self) -> dict[str, Any]:
@@ -209,12 +209,12 @@ class Memray(RecordsChildren):
             options["file_format"] = FileFormat[name.upper()]
         return options
 
-    def _further_of(self, path: Path, context: RunContext) -> dict[str, Callable[[Path], object]]:
+    def _further_of(self, path: Path, context: Run) -> dict[str, Callable[[Path], object]]:
         further: dict[str, Callable[[Path], object]] = {}
         if self.flamegraph:
             further["flamegraph"] = partial(tools.run_program, "flamegraph", path)
         if self.summary:
-            log = partial(context.reporting.log_from_worker, step=context.step)
+            log = partial(context.log_from_worker, step=context.step)
             further["summary"] = partial(_summarize, path, self._prefix(context), log)
         files = self.shut_children()
         for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):
@@ -225,7 +225,7 @@ class Memray(RecordsChildren):
             further[name] = partial(_take, files, number)
         return further
 
-    def _prefix(self, context: RunContext) -> str:
+    def _prefix(self, context: Run) -> str:
         """The prefix of this rank's metrics."""
         stage = "" if context.stage == "train" else f"{context.stage}/"
         rank = context.ranks.global_rank

@@ -27,7 +27,7 @@ from lightning_perf.errors import ConfigError
 from lightning_perf.profilers.base import Profiler
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 #: Records into a file, by path and number of the child: the first ``next`` starts the recorder on
 #: the main thread, the second stops it on any thread, the third cleans up on the main thread.
@@ -131,7 +131,7 @@ class RecordsChildren(Profiler):
         return self._children.shut() if self._children is not None else Files(Path(), ())
 
     @override
-    def close(self, context: RunContext, reason: str) -> None:
+    def close(self, context: Run, reason: str) -> None:
         super().close(context, reason)
         if self._children is not None:
             self._children.leave()

@@ -25,7 +25,7 @@ from lightning_perf.traces.names import file_format, remote_format
 from lightning_perf.traces.summary import TraceSummary, summarize
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 _ACTIVITIES = {name.lower(): activity for name, activity in ProfilerActivity.__members__.items()}
 
@@ -217,7 +217,7 @@ class PyTorch(Profiler):
         return files
 
     @override
-    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
+    def record(self, path: Path, context: Run, warmup: int) -> Recording:
         if self.with_stack:
             tools.refuse_python_profiler(self)
         tools.refuse_torch_profiler(self, context)
@@ -255,9 +255,9 @@ class PyTorch(Profiler):
         return Recorded(partial(_export, profiler, path), wanted)
 
     @override
-    def on_end(self, context: RunContext) -> None:
+    def on_end(self, context: Run) -> None:
         super().on_end(context)
-        if not context.stages.nested and _is_moved_by_swapping(context.module):
+        if not context.nested and _is_moved_by_swapping(context.module):
             # Lightning moves the module next, which fails while a recording references parameters.
             context.file_worker.drain(_FILE_TIMEOUT)
 
@@ -274,7 +274,7 @@ class PyTorch(Profiler):
             raise LookupError("no batches of training were recorded on this rank")
         return summarize(path)
 
-    def _metadata(self, context: RunContext, warmup: int) -> dict[str, Any]:
+    def _metadata(self, context: Run, warmup: int) -> dict[str, Any]:
         ranks, stamp = context.ranks, context.moment.ahead(warmup).timestamp
         named = {"run_name": self._open_session.writer.run_name}
         placed = {name: getattr(ranks, name) for name in ("local_rank", "node_rank", "world_size")}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from lightning_perf.errors import RecorderBusy
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 Tick = Callable[[], None]
 
@@ -66,7 +66,7 @@ class OpenRecording:
     #: The kind of profiler, for messages.
     kind: str
     #: Closes the recording, if it ends here, because another profiler starts.
-    give_way: Callable[[RunContext, int], None]
+    give_way: Callable[[Run, int], None]
     recording: Recording
     path: Path
     stage: str

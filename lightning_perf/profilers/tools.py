@@ -22,7 +22,7 @@ from lightning_perf.errors import ConfigError, RecorderBusy, describe, did_you_m
 from lightning_perf.run import compat
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 #: Bytes at the end of a JSON file that hold its last brace.
 _END = 16
@@ -105,7 +105,7 @@ def blaming(options: Mapping[str, Any]) -> Iterator[None]:
 REMOVE_ONE = "remove one of the two"
 
 
-def refuse_torch_profiler(profiler: object, context: RunContext) -> None:
+def refuse_torch_profiler(profiler: object, context: Run) -> None:
     """Refuse to start torch.profiler beside another one: each would empty the other's trace.
 
     Lightning's is refused in all windows, since it may start in any of them.

@@ -23,7 +23,7 @@ from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 #: Process ids in traces: rank 0 is 1, its first child 10001.
 _CHILDREN = 10_000
@@ -221,7 +221,7 @@ class VizTracer(RecordsChildren):
         return tools.defaults(Tracer, _OURS)
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         super().prepare(context)
         if self.patch and self._session is not None:
             options = {key: value for key, value in self.options.items() if _is_plain(value)}
@@ -238,7 +238,7 @@ class VizTracer(RecordsChildren):
         return Names(_cvf(self.filename), None if remote is None else _cvf(remote))
 
     @override
-    def record(self, path: Path, context: RunContext, warmup: int) -> Recording:
+    def record(self, path: Path, context: Run, warmup: int) -> Recording:
         tools.refuse_python_profiler(self)
         if self.options.get("log_torch"):
             tools.refuse_torch_profiler(self, context)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.checks import name_arguments
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
 from lightning_perf.run import compat
-from lightning_perf.run.context import RunContext
-from lightning_perf.run.hooks import HOOKS, UNUSED, install_stage_hooks, with_ours
-from lightning_perf.run.termination import signals_held
+from lightning_perf.run.context import RunContext, current_run
+from lightning_perf.run.hooks import hooks_around, restore_unused, skip_unused
 from lightning_perf.schedule import Schedule, walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from lightning.pytorch import Callback, LightningModule, Trainer
 
+    from lightning_perf.run.run import Run
     from lightning_perf.run.stages import Progress
 else:
     Callback = compat.callback_class()
@@ -54,25 +54,14 @@ class PerfCallback(Callback):
         super().__init_subclass__(**options)
         if "__init__" in vars(cls):
             cls.__init__ = name_arguments(cls.__init__)  # type: ignore[method-assign]
-        for name in HOOKS & vars(cls).keys():
-            setattr(cls, name, with_ours(getattr(PerfCallback, name), vars(cls)[name]))
 
     def __init__(self) -> None:
         self._context: RunContext | None = None
-        #: The context that Lightning's hooks advance: None if another callback hosts this one, and
-        #: during a subclass's hook.
-        self._driven: RunContext | None = None
         self._progress: Progress | None = None
         # Progress that was loaded before the set-up of a run.
         self._loaded: dict[str, Any] | None = None
-        self._disabled = False
-        #: Whether another callback hosts this one and receives Lightning's hooks in its place.
-        self._hosted = False
-        self._settled = False
-        # Parts that override `before_batch` and `after_batch`.
-        self._before_batch_parts: list[PerfCallback] = []
-        self._after_batch_parts: list[PerfCallback] = []
-        self._skipped_hooks: list[str] = []
+        #: Whether it is switched off for the rest of the run.
+        self.disabled = False
 
     @cached_property
     def state_key(self) -> str:
@@ -82,7 +71,7 @@ class PerfCallback(Callback):
         Lightning's constructor would raise an error that does not say what to do. Cached, since
         Lightning asks for it at every hook.
         """
-        return self.kind if self._settled else f"{self.kind} {id(self)}"
+        return f"{self.kind} {id(self)}"
 
     @property
     def kind(self) -> str:
@@ -90,36 +79,31 @@ class PerfCallback(Callback):
         return f"lightning_perf.{type(self).__name__}"
 
     @property
-    def parts(self) -> list[PerfCallback]:
-        """The callbacks that run, in this order: this one, those that it hosts, or both."""
-        return [self]
-
-    @property
-    def with_parts(self) -> list[PerfCallback]:
-        """This callback and its parts, each once."""
-        return list(dict.fromkeys((self, *self.parts)))
+    def parts(self) -> Sequence[PerfCallback]:
+        """Callbacks that this one adds to the Trainer for a run, after itself."""
+        return ()
 
     # -- lifecycle: override what you need ----------------------------------------------------
 
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         """The run is set up, on all ranks: check arguments against it and acquire resources."""
 
-    def on_start(self, context: RunContext) -> None:
+    def on_start(self, context: Run) -> None:
         """A stage starts: ``context.stage``."""
 
-    def on_epoch(self, context: RunContext) -> None:
+    def on_epoch(self, context: Run) -> None:
         """An epoch of training starts, the first one too."""
 
-    def before_batch(self, context: RunContext, batch: Any) -> None:
+    def before_batch(self, context: Run, batch: Any) -> None:
         """A batch is on the device."""
 
-    def after_batch(self, context: RunContext, batch: Any) -> None:
+    def after_batch(self, context: Run, batch: Any) -> None:
         """A batch has ended; ``context.moment`` is after it."""
 
-    def on_end(self, context: RunContext) -> None:
+    def on_end(self, context: Run) -> None:
         """The stage ended without an exception."""
 
-    def close(self, context: RunContext, reason: str) -> None:
+    def close(self, context: Run, reason: str) -> None:
         """Release everything; may be called more than once.
 
         The reason is ``"teardown"``, ``"exception"`` or ``"failure"`` (of this callback).
@@ -139,7 +123,7 @@ class PerfCallback(Callback):
         Returns:
             What it returns; None if it failed or this callback is disabled.
         """
-        if self._disabled:
+        if self.disabled:
             return None
         try:
             return method(*args)
@@ -150,7 +134,7 @@ class PerfCallback(Callback):
             return None
 
     def disable(self, method: str, error: Exception) -> None:
-        """Switch this callback, and those that it hosts, off for the rest of this run."""
+        """Switch this callback off for the rest of this run."""
         # Warnings that the user turned into errors must not stop training either.
         with suppress(Exception):
             failed, advice = _explained(self, method, error)
@@ -158,30 +142,15 @@ class PerfCallback(Callback):
                 f"{type(self).__name__} is off for the rest of this run: {failed} failed "
                 f"({type(error).__name__}: {error}). Training continues.{advice}"
             )
-        for each in self.with_parts:
-            each._disabled = True
-            with suppress(Exception):
-                if self._context is not None and method != "close":
-                    each.close(self._context, "failure")
+        self.disabled = True
+        with suppress(Exception):
+            if self._context is not None and method != "close":
+                self.close(self._context, "failure")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Join the trainer's run context."""
-        if self._hosted:
-            return
-        if self._context is not None:
-            if self._context.trainer is trainer:
-                self._context.abandon()  # its last run ended without a hook
-            else:
-                warn(
-                    f"this {type(self).__name__} was attached to another Trainer, which it leaves: "
-                    "give each Trainer its own callback."
-                )
-            self.leave("teardown")
-        for each in self.with_parts:  # from now on checkpoints keep their state
-            each._settled = True
-            vars(each).pop("state_key", None)
+        """Join the trainer's run."""
         try:
-            context = RunContext.join(trainer, pl_module, self)
+            run = self._find_run(trainer, pl_module)
         except Exception as error:
             # With several ranks the others would wait for this one, so the error must end all
             # ranks.
@@ -189,53 +158,70 @@ class PerfCallback(Callback):
                 raise
             self.disable("setup", error)
             return
-        self._attach(context)
-        self._driven = context
-        self._skip_hooks(*UNUSED)
-        context.describe({key: v for part in self.parts for key, v in part.settings().items()})
+        self._attach(pl_module)
+        run.join(self)
+        self._context, self._progress, self.disabled = run, run.progress, False
+        self.call(self.prepare, run, reraise=True)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            run.resume(loaded)
+        run.describe(self.settings())
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for after, part in zip((self, *self.parts), self.parts, strict=False):
+            if part not in callbacks:
+                at = callbacks.index(after) + 1 if after in callbacks else len(callbacks)
+                callbacks.insert(at, part)
+                run.added.append(part)
+            if part not in run.given:  # otherwise Lightning does it
+                part.setup(trainer, pl_module, stage)
 
-    def _attach(self, context: RunContext) -> None:
-        """Prepare for a run; errors that the user can fix are raised."""
-        for each in self.with_parts:
-            each._context, each._progress, each._disabled = context, context.progress, False
-            each._hosted = each is not self
-            each.call(each.prepare, context, reraise=True)
-            loaded, each._loaded = each._loaded, None
-            if loaded is not None:
-                context.resume(loaded)
+    def _find_run(self, trainer: Any, module: LightningModule) -> RunContext:
+        """The run of a trainer, which begins with the first of our callbacks."""
+        given, run = trainer.callbacks, current_run(trainer)
+        if run is not None and (run.begun or self._context is run):
+            run.leave("exception")  # it ended without a hook
+        elif self._context is not None:
+            warn(
+                f"this {type(self).__name__} was attached to another Trainer, which it leaves: "
+                "give each Trainer its own callback."
+            )
+            self._context.leave("teardown")
+        if (run := current_run(trainer)) is None:
+            run = RunContext(trainer, module)
+            run.given, callbacks = given, [*trainer.callbacks]
+            ours = [at for at, one in enumerate(callbacks) if isinstance(one, PerfCallback)]
+            first, last = run.added = hooks_around(run)
+            callbacks.insert(ours[-1] + 1 if ours else len(callbacks), last)
+            callbacks.insert(ours[0] if ours else 0, first)
+            # Not in place: Lightning is in a loop over the others.
+            trainer.callbacks = callbacks
+        return run
+
+    def _attach(self, module: LightningModule) -> None:
+        """A run begins: checkpoints keep the state, and Lightning skips unused hooks."""
+        if type(self).state_key is PerfCallback.state_key:
+            vars(self)["state_key"] = self.kind
+        vars(self).update({name: getattr(module, name) for name in _ATTACHED})
+        skip_unused(self)
+
+    def detach(self) -> None:
+        """The run has ended: remove what was set on this object for it."""
+        self._context = None
+        restore_unused(vars(self))
+        for name in _ATTACHED:
+            vars(self).pop(name, None)
 
     def overrides(self, method: str) -> bool:
         """Whether this class overrides ``before_batch`` or ``after_batch``."""
         return getattr(type(self), method) is not getattr(PerfCallback, method)
 
-    def _detach(self) -> None:
-        """Detach from the run, and remove the module's methods that Lightning attached."""
-        for each in self.with_parts:
-            each._context = each._driven = None
-            each._hosted = False
-            for name in (*each._skipped_hooks, *_ATTACHED):
-                vars(each).pop(name, None)
-            each._skipped_hooks.clear()
-
-    def _skip_hooks(self, *hooks: str) -> None:
-        """Disable unused Lightning hooks on this instance: Lightning skips what is not callable.
-
-        On the instance, so that a subclass may define them and call super(). Unused hooks are most
-        of what a callback costs per batch.
-        """
-        for hook in hooks:
-            if getattr(getattr(self, hook), "__func__", None) is getattr(PerfCallback, hook):
-                setattr(self, hook, None)
-                self._skipped_hooks.append(hook)
-
     def __getstate__(self) -> dict[str, Any]:
         # A run belongs to one process: spawned processes and copies join their own.
-        left_out = {*self._skipped_hooks, *_ATTACHED, "state_key"}
-        own = {name: value for name, value in vars(self).items() if name not in left_out}
-        none = dict.fromkeys(("_context", "_driven", "_progress"))
-        flags = {"_hosted": False, "_settled": False}
-        lists = ("_before_batch_parts", "_after_batch_parts", "_skipped_hooks")
-        return own | none | flags | {name: [] for name in lists}
+        own = dict(vars(self))
+        restore_unused(own)
+        for name in (*_ATTACHED, "state_key"):
+            own.pop(name, None)
+        return own | {"_context": None, "_progress": None}
 
     def settings(self) -> dict[str, object]:
         """The constructor's arguments, for the run's params."""
@@ -271,81 +257,16 @@ class PerfCallback(Callback):
             self._context.resume(progress)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the run."""
-        self.leave("teardown")
+        """Without a run there is only what Lightning has attached; `hooks_around` ends the run."""
+        if self._context is None:
+            self.detach()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Leave the run; the user's exception propagates."""
-        self.leave("exception")
-
-    def leave(self, reason: str) -> None:
-        """Close, and leave the run context, if there is one; ``reason`` as for ``close``."""
-        context = self._context
-        if self._hosted:
-            return
-        if context is None:
-            self._detach()  # set-up failed earlier, but Lightning has attached its methods
-            return
-        if context.is_forked:
-            return
-        try:
-            with signals_held():
-                for part in self.parts:
-                    part.call(part.close, context, reason)
-                self._detach()
-                context.leave(self, reason)
-        except Exception as error:
-            self.disable("leave", error)
-        finally:
-            if not context.members:
-                context.termination.restore()
-
-    def _begin(self, stage: str, word: str) -> None:
-        context = self._driven
-        if context is None:
-            return
-        leads, last = context.members[0] is self, context.members[-1] is self
-        if leads:
-            if context.stages.within_loop:  # it began with the loop
-                context.stages.begin_batches()
-            else:
-                context.advance(context.enter, stage)
-        self._before_batch_parts = [part for part in self.parts if part.overrides("before_batch")]
-        self._after_batch_parts = [part for part in self.parts if part.overrides("after_batch")]
-        if not self._before_batch_parts:
-            self._skip_hooks(f"on_{word}_batch_start")
-        if not (self._after_batch_parts or leads or last):
-            self._skip_hooks(f"on_{word}_batch_end")
-        # Before training starts an error may still stop it; validation inside of fit comes later.
-        for part in self.parts:
-            part.call(part.on_start, context, reraise=not context.stages.nested)
-
-    def _end(self, stage: str) -> None:
-        context = self._driven
-        if context is None or context.stage != stage:
-            return
-        for part in self.parts:
-            part.call(part.on_end, context)
-        if context.members[-1] is self:
-            context.advance(context.end)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Read the length of the epoch."""
-        self._at_epoch(RunContext.begin_epoch)
-        context = self._driven
-        for part in self.parts if context is not None and context.stage == "train" else ():
-            part.call(part.on_epoch, context)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Advance the epoch."""
-        self._at_epoch(RunContext.end_epoch)
-
-    def _at_epoch(self, step: Callable[[RunContext], None]) -> None:
-        context = self._driven
-        if context is not None and context.stage == "train" and context.members[0] is self:
-            context.advance(step, context)
+        """The same."""
+        if self._context is None:
+            self.detach()
 
 
 def _is_ours(value: object) -> bool:
@@ -385,6 +306,3 @@ def _readable(value: object) -> object:
     if isinstance(value, str):
         return without_credentials(value)
     return getattr(value, "__qualname__", value) if callable(value) else value
-
-
-install_stage_hooks(PerfCallback)

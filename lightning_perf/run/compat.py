@@ -242,8 +242,8 @@ def monitored(trainer: Trainer) -> set[str]:
 
     A file name of `ModelCheckpoint` may contain others.
     """
-    callbacks: Any = getattr(trainer, "callbacks", ())
-    found = {getattr(each, "monitor", None) for each in callbacks}
+    callbacks = [each for each in getattr(trainer, "callbacks", ()) if hasattr(each, "monitor")]
+    found = {each.monitor for each in callbacks}
     strategy = getattr(trainer, "strategy", None)
     found |= {each.monitor for each in getattr(strategy, "lr_scheduler_configs", ())}
     names = " ".join(str(getattr(each, "filename", None)) for each in callbacks)

@@ -1,57 +1,33 @@
-"""The context of a run, which all of our callbacks on a Trainer share."""
+"""Drives a run: from the set-up of the first of our callbacks on a Trainer to its end."""
 
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import weakref
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property, partial
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
-from lightning_perf.background import Worker, wait_until
-from lightning_perf.core.progress import Limits, Moment
+from lightning_perf.background import wait_until
+from lightning_perf.core.progress import Limits
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
-from lightning_perf.run.batch_tracker import BatchCounter, BatchTracker
-from lightning_perf.run.batches import BatchTotals
-from lightning_perf.run.destination import Reporting
-from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import (
-    GPU_COLUMNS,
-    MemorySignal,
-    NodeSignal,
-    node_gpus,
-    node_sampler,
-)
-from lightning_perf.run.profiler import Spans
-from lightning_perf.run.signals import ProgressSignal, SpanSignal, WaitSignal
-from lightning_perf.run.stages import Counters, Progress, StageStack
-from lightning_perf.run.summary import LONG, LiveSummary, end_summary, log_locations
-from lightning_perf.run.termination import Termination
-from lightning_perf.run.windows import Windows
-from lightning_perf.schedule import Context
-from lightning_perf.timing.cuda_events import DeviceTimer, clocked
+from lightning_perf.run.batch_tracker import BatchCounter
+from lightning_perf.run.run import Run
+from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
+from lightning_perf.run.termination import Termination, signals_held
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.core.progress import Timestamp
-    from lightning_perf.run.run import Member
     from lightning_perf.run.summary import RunSummary
-    from lightning_perf.run.windows import Signal
-    from lightning_perf.system import Sampler
-
-
-_log = logging.getLogger("lightning_perf")
 
 #: Seconds that the end of a run waits for the last report of other ranks, and for uploads: what is
 #: not sent by then is listed for ``lightning-perf upload``.
@@ -61,46 +37,28 @@ UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
 
 
-class RunContext:
-    """Owns what the callbacks of one Trainer share: progress, FLOPs, windows, workers, loggers.
+class RunContext(Run):
+    """A run with what drives it: Lightning's hooks and loops, and the end.
 
-    The first callback drives it, the last one to leave closes it. All ranks construct it together.
-    Only the callbacks keep it alive, so a run whose end was never announced is freed with them.
+    All ranks construct it together. Only the callbacks keep it alive, so a run whose end was never
+    announced is freed with them.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self.trainer, self.module = trainer, module
-        self.members: list[Member] = []
-        # All callbacks that have joined.
-        self._joined: list[Any] = []
-        self.ranks = compat.ranks_of(trainer)
-        self.limits = compat.limits_of(trainer)
-        #: One thread talks to servers, the other makes files.
-        self.worker, self.file_worker = Worker("lightning_perf"), Worker("lightning_perf maker")
-        self.reporting = Reporting(trainer, self.worker, self.file_worker)
-        self.meter = FlopMeter(trainer, module)
-        self.progress = _PROGRESS.setdefault(trainer, Progress())
-        timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
-        self.stages = StageStack(self.progress, self.ranks, self.reporting.run_name, timer)
-        self.spans = Spans(trainer, module, timer)
-        self.batches = BatchTotals(timer)
-        self.share_batches(compat.data_parallel_size(trainer))
-        self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
-        self.tracker = BatchTracker(
-            trainer, self.stages, self.spans, self.meter, self.batches, self.windows
-        )
+        super().__init__(trainer, module)
+        #: The trainer's callbacks before the run, and those that stand among them during it.
+        self.given: list[Any] = []
+        self.added: list[Any] = []
         self._live = LiveSummary()
-        self.windows.sources = self._sources()
-        rank = self.ranks.global_rank
-        # Not a method: the strategy, which is patched, must not keep the run alive.
-        self.meter.report_untracked = partial(_report_untracked, self.reporting, rank)
         self._resumed = False
-        self._pid, self._started = os.getpid(), monotonic()
+        #: Whether the run has ended.
+        self.ended = False
+        self._pid = os.getpid()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
         this = weakref.ref(self)
         self._patches.wrap_in_context(trainer.strategy, "on_exception", partial(_end, this))
-        self.termination = Termination(partial(_abandon, this))
+        self._termination = Termination(partial(_abandon, this))
         handled = partial(_handled_by_lightning, this)
         self._patches.wrap_in_context(compat.signal_connector(trainer), "teardown", handled)
         epoch = compat.training_epoch_loop(trainer)
@@ -110,100 +68,55 @@ class RunContext:
         self._patches.wrap(epoch, "_build_kwargs", compat.StepArguments)
         for worker in (self.worker, self.file_worker):  # freed without a close: threads end
             weakref.finalize(self, worker.close, 0.0).atexit = False
+        _CONTEXTS[id(trainer)] = self
         # Registered again for each run, to run before handlers registered since the last one.
         atexit.unregister(_leave_at_exit)
         atexit.register(_leave_at_exit)
 
-    def share_batches(self, data_parallel_size: int) -> None:
-        """Count samples, tokens and declared FLOPs once where several ranks train on one batch."""
-        ranks = self.ranks.world_size
-        if ranks % data_parallel_size:
-            problem = f"does not divide the world size, {ranks}"
-            raise ConfigError("data_parallel_size", data_parallel_size, problem, str(ranks))
-        self.batches.sharing = self.meter.sharing = ranks // data_parallel_size
+    @property
+    def begun(self) -> bool:
+        """Whether a stage has begun."""
+        return self.tracker.counter is not None
 
-    def _sources(self) -> dict[str, Callable[[], Signal]]:
-        """Functions that start the signals, called when a callback subscribes to their columns.
+    def join(self, member: Any) -> None:
+        """Add a callback; ConfigError if there is one of its kind."""
+        known = [other.state_key for other in self.members]
+        if member.keeps_progress and member.state_key in known:
+            named = [type(callback).__name__ for callback in self.given]
+            problem = f"has two of {type(member).__name__}: remove one (a Suite has its own)"
+            raise ConfigError("callbacks", named, problem, None)
+        self.members.append(member)
 
-        With several ranks all call this together.
-        """
-        node, device = self.ranks.node_rank, self.trainer.strategy.root_device
-        gpus: Callable[[], int] = partial(node_gpus, self.trainer, self.ranks)
-        if self.ranks.world_size > 1:
-            # Nodes may differ, but all ranks must have the same columns. They agree now, because a
-            # callback may fail on one rank before it subscribes.
-            gatherer = self.windows.gatherer
-            slots = gatherer.largest(gpus())
-            gatherer.width += slots * GPU_COLUMNS
-            gpus = partial(int, slots)
+    # -- the end ----------------------------------------------------------------------------------
 
-        def flops() -> BatchTotals:
-            self.meter.require(None, "peak_flops")
-            return self.batches.start()
-
-        def sampler() -> Sampler | None:
-            found = self.sampler
-            if found is not None and not found.subscribed:
-                found.subscribe("windows", 1.0)
-                self.on_close(partial(found.unsubscribe, "windows"))
-            return found
-
-        return {
-            "batch": self.batches.start,
-            "flops": flops,
-            "progress": lambda: ProgressSignal(self.progress),
-            "timings": lambda: SpanSignal(self.spans.require()),
-            "waits": lambda: WaitSignal(self.spans.require(), node),
-            "system": lambda: NodeSignal(sampler(), gpus()),
-            "memory": lambda: MemorySignal(device, sampler(), node),
-        }
-
-    # -- membership -------------------------------------------------------------------------------
-
-    @classmethod
-    def join(cls, trainer: Trainer, module: LightningModule, member: Member) -> RunContext:
-        """The trainer's context, made for the first callback that joins.
-
-        Raises:
-            ConfigError: Another callback of the kind has joined.
-        """
-        context = _CONTEXTS.get(id(trainer))
-        if context is not None and context.tracker.counter is not None:
-            context.abandon()  # an earlier run whose end was not announced
-            context = None
-        if context is None:
-            context = _CONTEXTS[id(trainer)] = cls(trainer, module)
-        keys = {each.state_key for known in context.members for each in known.with_parts}
-        for each in member.with_parts:
-            if each.state_key in keys and each.keeps_progress:
-                kind = type(each).__name__
-                named = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-                problem = f"has two of {kind}: remove one (a Suite has its own)"
-                raise ConfigError("callbacks", named, problem, None)
-        context.members.append(member)
-        context._joined += member.with_parts
-        return context
-
-    def leave(self, member: Member, reason: str) -> None:
-        """Remove a callback; the last one closes what is shared."""
-        if member in self.members:
-            self.members.remove(member)
-        if self.members or _CONTEXTS.get(id(self.trainer)) is not self:
+    def leave(self, reason: str) -> None:
+        """End the run: close its callbacks, and then what they share; ``reason`` as for `close`."""
+        if self.ended or self._pid != os.getpid():  # or this process was forked in the run
             return
-        del _CONTEXTS[id(self.trainer)]
-        for step in self._closing_steps(reason):
-            try:
-                step()
-            except Exception as error:  # the other steps may hold recordings
-                warn(f"the end of the run failed ({describe(error)}).")
+        self.ended = True
+        try:
+            with signals_held():
+                for step in self._closing_steps(reason):
+                    try:
+                        step()
+                    except Exception as error:  # the other steps may hold recordings
+                        warn(f"the end of the run failed ({describe(error)}).")
+        finally:
+            self._termination.restore()
 
     def _closing_steps(self, reason: str) -> Iterator[Callable[[], object]]:
         """The steps of the end of the run; further ones may be registered by earlier ones."""
         summary: list[RunSummary | None] = []
         yield self._patches.restore
         yield partial(self.finish_reports, reason)
+        for member in self.members:
+            yield partial(member.call, member.close, self, reason)
+        for member in self.members:
+            yield member.detach
+        yield self._restore_callbacks
+        yield partial(_CONTEXTS.pop, id(self.trainer), None)
         yield self.windows.gatherer.close
-        yield lambda: summary.append(end_summary(self, self._joined, reason))
+        yield lambda: summary.append(end_summary(self, self.members, reason))
         yield self.meter.close
         yield self.spans.restore
         timeouts = FILE_TIMEOUT[reason], UPLOAD_TIMEOUT[reason]
@@ -213,79 +126,39 @@ class RunContext:
         yield self.reporting.warnings_digest.summarize
         yield lambda: self._show(summary[0] if summary else None, reason)
 
+    def _restore_callbacks(self) -> None:
+        trainer: Any = self.trainer
+        # Not in place: Lightning may be in a loop over them.
+        trainer.callbacks = [each for each in trainer.callbacks if each not in self.added]
+
     def _show(self, summary: RunSummary | None, reason: str) -> None:
         with suppress(Exception):  # such as a closed stdout
             shown = summary is not None and summary.show()
             here = reason == "teardown" and self.ranks.global_rank == 0
             if here and not (shown or self.trainer.loggers):
-                log_locations(self, self._joined)
+                log_locations(self, self.members)
 
     def finish_reports(self, reason: str) -> None:
         """Wait a bounded time for the last reports of all ranks; not after an exception."""
         if reason != "exception":
             self.windows.gatherer.finish(GATHER_TIMEOUT)
+        self.batches.fold("train")
 
-    def abandon(self) -> None:
-        """Remove all callbacks: the run has ended without their hooks being called."""
-        for member in list(self.members):
-            member.leave("exception")
+    # -- stages and batches -----------------------------------------------------------------------
 
-    # -- position ---------------------------------------------------------------------------------
-
-    @property
-    def stage(self) -> str:
-        """The running stage, by Lightning's name; empty between stages."""
-        return self.stages.stage
-
-    @property
-    def counters(self) -> Counters:
-        """The counts of the current stage."""
-        return self.stages.counters
-
-    @property
-    def step(self) -> int:
-        """The step at which loggers write what is reported now."""
-        return self.stages.step
-
-    @property
-    def timestamp(self) -> Timestamp:
-        """The progress of the current stage."""
-        return self.counters.timestamp()
-
-    @property
-    def moment(self) -> Moment:
-        """The current moment, before the next batch."""
-        return self.stages.moment
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is a child that was forked in the run, which is its parent's."""
-        return self._pid != os.getpid()
-
-    @property
-    def parts(self) -> list[Any]:
-        """All callbacks on this trainer, those in suites included."""
-        return [part for member in self.members for part in member.parts]
-
-    @property
-    def leaves_files(self) -> bool:
-        """Whether this run has something to leave: files, and a description.
-
-        Not before its first batch, so that a failed start changes nothing of an earlier run. Not
-        for a short prediction or test without a logger: packages run many of them.
-        """
-        alone = self.trainer.state.fn != "fit" and not self.trainer.loggers
-        short = alone and monotonic() - self._started < LONG
-        return self.windows.ran and not short
-
-    # -- called by the first callback -------------------------------------------------------------
+    def begin(self, stage: str) -> None:
+        """Lightning calls the hooks at the start of a stage, which may have begun with its loop."""
+        if self.stages.within_loop:
+            self.stages.begin_batches()
+        else:
+            self.advance(self.enter, stage)
 
     def enter(self, stage: str) -> None:
         """A stage starts."""
         self.spans.enter(stage)
-        if self.tracker.counter is None:
+        if not self.begun:
             self.tracker.counter = BatchCounter([self.module, *self._data_owners])
-            self.describe({"units": _units(self.parts)})
+            self.describe({"units": _units(self.members)})
         limits = Limits()
         self.meter.start(stage)
         if stage == "train":
@@ -308,8 +181,8 @@ class RunContext:
         try:
             step(*args)
         except Exception as error:
-            for member in list(self.members):
-                if not member._disabled:
+            for member in self.members:
+                if not member.disabled:
                     member.disable(step.__name__, error)
 
     def report(self) -> None:
@@ -322,13 +195,13 @@ class RunContext:
         self.windows.quiet_until = 0
 
     def _read_limits(self) -> Limits:
-        self.limits = compat.limits_of(self.trainer, self._data_owners, self.batches.sharing)
+        self.limits = compat.limits_of(self.trainer, self._data_owners, self.sharing)
         return self.limits
 
     @property
     def _data_owners(self) -> list[Any]:
         """What may define the samples of a batch or an epoch besides the module, by precedence."""
-        return [getattr(self.trainer, "datamodule", None), *self.parts]
+        return [getattr(self.trainer, "datamodule", None), *self.members]
 
     def end_epoch(self) -> None:
         """An epoch of training has ended."""
@@ -337,7 +210,7 @@ class RunContext:
 
     def report_monitored(self) -> None:
         """Report what callbacks of Lightning monitor, before they read it."""
-        offered = any(getattr(part, "monitored", False) for part in self.parts)
+        offered = any(getattr(member, "monitored", False) for member in self.members)
         if offered and compat.monitored(self.trainer):
             self.windows.report(self, False, monitored=True)
             wait_until(self.windows.gatherer.poll, GATHER_TIMEOUT)
@@ -362,54 +235,11 @@ class RunContext:
             self.spans.enter(self.stage)
             self.meter.resume(self.stage)
 
-    # -- for callbacks ------------------------------------------------------------------------
-
-    @property
-    def run_name(self) -> str:
-        """The run's name in files and reports, the same on every rank."""
-        return self.reporting.run_name
-
-    def offer(self, prefix: str, signal: Signal) -> None:
-        """Offer a signal, whose columns begin with the prefix, to subscribers."""
-        self.windows.sources[prefix] = lambda: signal
-
-    def on_close(self, finish: Callable[[], None]) -> None:
-        """Call a function at the end of the run, after the workers have stopped."""
-        self.reporting.closing.append(finish)
-
-    def write_files(
-        self, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str, **options: Any
-    ) -> None:
-        """Write files of the run, if it has something to leave: `Reporting.write_files`."""
-        if self.leaves_files:
-            stamp = self.progress.timestamp(stage)
-            self.reporting.write_files(folder, files, stage, stamp, **options)
-
-    @property
-    def schedule_context(self) -> Context:
-        """What schedules may read of the run."""
-        trainer: Any = self.trainer
-        tags, reached = self.reporting.tags, self.reporting.reached
-        # A trial run has no loggers.
-        read_tags = tags.read if tags is not None else dict if trainer.fast_dev_run else None
-        # Of the Trainer, because callbacks join one after the other.
-        ours = (part for each in trainer.callbacks for part in getattr(each, "with_parts", ()))
-        reachable = {code for part in ours for code in part.reaches}
-        return Context(self.ranks, self.limits, read_tags, reached, reachable)
-
-    @cached_property
-    def sampler(self) -> Sampler | None:
-        """The sampler of this node's hardware, on its first rank; None on the others."""
-        return node_sampler(self.trainer, self.ranks)
+    # -- params, progress and metrics -------------------------------------------------------------
 
     def describe(self, settings: Mapping[str, object]) -> None:
         """Log settings of the run or of a callback as params."""
         self.reporting.describe_settings(settings)
-
-    def setup(self) -> dict[str, object]:
-        """Device, its peak if it is known, precision and strategy."""
-        peak = self.meter.peaks.setup() if self.meter.wanted else {}
-        return compat.setup_of(self.trainer) | peak
 
     def resume(self, progress: dict[str, Any]) -> None:
         """Restore the progress of the training that is resumed."""
@@ -418,20 +248,10 @@ class RunContext:
             self._resumed = True
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
-        compat.show_metrics(self.trainer, metrics)
-        self.reporting.log(metrics, step)
+        """The same, and keep `summary.json` up to date."""
+        super().log(metrics, step)
         if monotonic() >= self._live.due:
             self._live.refresh(self)
-
-
-def _report_untracked(reporting: Reporting, rank: int, names: set[str]) -> None:
-    listed = ", ".join(sorted(names))
-    reporting.describe_settings({"untracked_operations": listed})
-    if rank == 0:
-        _log.warning(
-            "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", listed
-        )
 
 
 def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
@@ -444,7 +264,7 @@ def _abandon(reference: weakref.ref[RunContext]) -> None:
     context = reference()
     with suppress(Exception):
         if context is not None:
-            context.abandon()
+            context.leave("exception")
 
 
 @contextmanager
@@ -452,7 +272,7 @@ def _handled_by_lightning(reference: weakref.ref[RunContext]) -> Iterator[None]:
     """Lightning handles SIGTERM up to now; from now on, until its end, the run does."""
     yield
     if (context := reference()) is not None:
-        context.termination.handle()
+        context._termination.handle()
 
 
 @contextmanager
@@ -482,11 +302,11 @@ def _evaluation(reference: weakref.ref[RunContext], stage: str, around: str) -> 
     context.advance(context.enter, stage)
     context.stages.within_loop = context.stage == stage
     yield  # an exception ends the run in this stage
-    if context.stages.within_loop and context.members:
+    if context.stages.within_loop and not context.ended:
         context.advance(context.exit)
 
 
-def _units(callbacks: Iterable[Member]) -> str:
+def _units(callbacks: Iterable[Any]) -> str:
     """The keys of metrics by their units, in one line."""
     keys: dict[str, dict[str, None]] = {}
     for each in callbacks:
@@ -498,10 +318,13 @@ def _units(callbacks: Iterable[Member]) -> str:
 def _leave_at_exit() -> None:
     """End runs whose end was not announced: another callback's ``on_exception`` raised first."""
     for context in list(_CONTEXTS.values()):
-        context.abandon()
+        context.leave("exception")
 
 
 # By the trainer's id, which is unique while the context lives.
 _CONTEXTS: WeakValueDictionary[int, RunContext] = WeakValueDictionary()
-# A trainer's progress outlives its contexts, which live for one fit or test each.
-_PROGRESS: WeakKeyDictionary[Trainer, Progress] = WeakKeyDictionary()
+
+
+def current_run(trainer: Trainer) -> RunContext | None:
+    """The run of a trainer that was set up and has not ended."""
+    return _CONTEXTS.get(id(trainer))

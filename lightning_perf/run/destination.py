@@ -110,8 +110,6 @@ class Reporting:
         self._others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
         self._warned: set[int] = set()
         self._later: deque[tuple[dict[str, float], int]] = deque()
-        #: Codes of the verdicts that the diagnosis has reached, in order.
-        self.reached: list[str] = []
         self._default_root = str(trainer.default_root_dir)
         # The user's code may change the current folder during the run.
         self._start = Path()

@@ -1,82 +1,262 @@
-"""What a run and its callbacks see of each other; the engine behind it is `RunContext`."""
+"""A run as its callbacks and profilers see it: facts, and what they may ask for."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import logging
+from functools import cached_property, partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from lightning_perf.background import Worker
+from lightning_perf.errors import ConfigError
+from lightning_perf.run import compat
+from lightning_perf.run.batch_tracker import BatchTracker
+from lightning_perf.run.batches import TIMED, BatchTotals
+from lightning_perf.run.destination import Reporting
+from lightning_perf.run.flop_meter import FlopMeter
+from lightning_perf.run.hardware import (
+    GPU_COLUMNS,
+    MemorySignal,
+    NodeSignal,
+    node_gpus,
+    node_sampler,
+)
+from lightning_perf.run.profiler import Spans
+from lightning_perf.run.signals import ProgressSignal, SpanSignal, WaitSignal
+from lightning_perf.run.stages import Counters, Progress, StageStack
+from lightning_perf.run.windows import Windows
+from lightning_perf.schedule import Context
+from lightning_perf.timing.cuda_events import DeviceTimer, clocked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
-    from lightning_perf.background import Worker
-    from lightning_perf.core.progress import Ranks
-    from lightning_perf.run.destination import Reporting
-    from lightning_perf.run.windows import Windows
+    from lightning_perf.core.progress import Moment, Timestamp
+    from lightning_perf.run.batches import BatchRecord
+    from lightning_perf.run.windows import Signal, Subscriber
+    from lightning_perf.system import Sampler
+    from lightning_perf.timing.totals import Totals
+
+_log = logging.getLogger("lightning_perf")
+
+#: Functions other than fit that take fewer seconds show no summary and may leave no files.
+LONG = 10.0
+# A trainer's progress outlives its runs, which live for one fit or test each.
+_PROGRESS: WeakKeyDictionary[Trainer, Progress] = WeakKeyDictionary()
 
 
-class Run(Protocol):
-    """A run, as its summary sees it."""
+class Run:
+    """A run, as its callbacks and profilers see it: facts, and what they may ask of it.
 
-    trainer: Trainer
-    ranks: Ranks
-    windows: Windows
-    reporting: Reporting
-    file_worker: Worker
+    Facts change as the run goes on. Methods are called on the training thread. ``docs/windows.md``
+    lists what callbacks use; all other attributes are parts of the run, which only `run/` uses.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        #: Lightning's Trainer, with its loggers, and the module.
+        self.trainer, self.module = trainer, module
+        #: The callbacks of lightning_perf on this trainer, in the order in which they are called.
+        self.members: list[Any] = []
+        #: This process among all, and the limits of the current epoch.
+        self.ranks, self.limits = compat.ranks_of(trainer), compat.limits_of(trainer)
+        #: The progress of all stages; it continues when a run is resumed.
+        self.progress = _PROGRESS.setdefault(trainer, Progress())
+        #: Codes and severities of the verdicts so far, for schedules.
+        self.reached: list[str] = []
+        #: One thread talks to servers, the other makes files.
+        self.worker, self.file_worker = Worker("lightning_perf"), Worker("lightning_perf maker")
+        self.reporting = Reporting(trainer, self.worker, self.file_worker)
+        #: The run's name in files and reports, the same on every rank.
+        self.run_name = self.reporting.run_name
+        self.meter = FlopMeter(trainer, module)
+        timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
+        self.stages = StageStack(self.progress, self.ranks, self.run_name, timer)
+        self.spans = Spans(trainer, module, timer)
+        self.batches = BatchTotals(timer)
+        self.share_batches(compat.data_parallel_size(trainer))
+        self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
+        self.tracker = BatchTracker(
+            trainer, self.stages, self.spans, self.meter, self.batches, self.windows
+        )
+        self.windows.sources = self._sources()
+        # Not a method: the strategy, which is patched, must not keep the run alive.
+        first = self.ranks.global_rank == 0
+        self.meter.report_untracked = partial(_report_untracked, self.reporting, first)
+        self.require_flops, self.require_times = self.meter.require, self.spans.require
+        self.check_mfu = self.meter.peaks.warn_if_above_peak
+        self.exclude_from_batch_time = self.stages.exclude_from_batch_time
+        self.log_from_worker, self.deliver = self.reporting.log_from_worker, self.reporting.deliver
+        self.new_writer = self.reporting.new_writer
+        self._started = monotonic()
+
+    # -- facts ------------------------------------------------------------------------------------
 
     @property
-    def run_name(self) -> str:
-        """The run's name in files and reports, the same on every rank."""
+    def stage(self) -> str:
+        """The running stage, by Lightning's name; empty between stages."""
+        return self.stages.stage
 
     @property
-    def parts(self) -> list[Any]:
-        """All callbacks on this trainer, those in suites included."""
+    def nested(self) -> bool:
+        """Whether the stage is validation inside of fit."""
+        return self.stages.nested
+
+    @property
+    def counters(self) -> Counters:
+        """The counts of the stage, such as ``batch``: the batches that have ended."""
+        return self.stages.counters
+
+    @property
+    def timestamp(self) -> Timestamp:
+        """The counts of the stage as a value."""
+        return self.counters.timestamp()
+
+    @property
+    def moment(self) -> Moment:
+        """The moment before the next batch, which schedules are asked about."""
+        return self.stages.moment
+
+    @property
+    def step(self) -> int:
+        """The step at which loggers write what is reported now."""
+        return self.stages.step
+
+    @property
+    def logs_now(self) -> bool:
+        """Whether Lightning logs at the last batch: the same on every rank."""
+        return self.tracker.report_due
+
+    @property
+    def schedule_context(self) -> Context:
+        """What schedules get at their set-up."""
+        trainer: Any = self.trainer
+        tags = self.reporting.tags
+        # A trial run has no loggers.
+        read_tags = tags.read if tags is not None else dict if trainer.fast_dev_run else None
+        # Of the Trainer, because callbacks join one after the other.
+        reachable = {code for each in trainer.callbacks for code in getattr(each, "reaches", ())}
+        return Context(self.ranks, self.limits, read_tags, self.reached, reachable)
+
+    @cached_property
+    def sampler(self) -> Sampler | None:
+        """The sampler of this node's hardware, on its first rank; None on the others."""
+        return node_sampler(self.trainer, self.ranks)
 
     @property
     def leaves_files(self) -> bool:
-        """Whether this run has something to leave: files, and a description."""
+        """Whether this run has something to leave: files, and a description.
 
-    def setup(self) -> dict[str, object]:
-        """Device, its peak if it is known, precision and strategy."""
+        Not before its first batch, so that a failed start changes nothing of an earlier run. Not
+        for a short prediction or test without a logger: packages run many of them.
+        """
+        alone = self.trainer.state.fn != "fit" and not self.trainer.loggers
+        short = alone and monotonic() - self._started < LONG
+        return self.windows.ran and not short
+
+    # -- measurements -----------------------------------------------------------------------------
+
+    def subscribe(self, callback: Subscriber, columns: Iterable[str]) -> None:
+        """Deliver windows of some columns to a callback; ConfigError for an unknown one."""
+        self.windows.subscribe(callback, columns)
+
+    def offer(self, prefix: str, signal: Signal) -> None:
+        """Offer a signal, whose columns begin with the prefix, to subscribers."""
+        self.windows.sources[prefix] = lambda: signal
+
+    def listen(self, listener: Callable[[str, Sequence[BatchRecord]], None]) -> None:
+        """Call a function with the stage and records of batches, once their times are known."""
+        self.batches.listeners.append(listener)
+
+    def share_batches(self, data_parallel_size: int) -> None:
+        """Count samples, tokens and declared FLOPs once where several ranks train on one batch."""
+        ranks = self.ranks.world_size
+        if ranks % data_parallel_size:
+            problem = f"does not divide the world size, {ranks}"
+            raise ConfigError("data_parallel_size", data_parallel_size, problem, str(ranks))
+        #: How many ranks train on one batch.
+        self.sharing = self.batches.sharing = self.meter.sharing = ranks // data_parallel_size
+
+    def training_mfu(self) -> float | None:
+        """The utilization in training so far."""
+        if not self.meter.wanted:
+            return None
+        totals = dict(zip(TIMED, self.batches.totals("train"), strict=False))
+        seconds, ideal = totals["flops/seconds"], totals["flops/ideal_seconds"]
+        return ideal / seconds if ideal and seconds else None
+
+    def times(self, *, latest: bool = False) -> Totals:
+        """Times by category since they were first required, or until the latest report."""
+        return self.spans.latest if latest else self.spans.totals
+
+    # -- outputs ----------------------------------------------------------------------------------
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
+        compat.show_metrics(self.trainer, metrics)
+        self.reporting.log(metrics, step)
 
     def write_files(
         self, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str, **options: Any
     ) -> None:
-        """Write files of the run, if it has something to leave."""
+        """Write files of the run, if it has something to leave: `Reporting.write_files`."""
+        if self.leaves_files:
+            stamp = self.progress.timestamp(stage)
+            self.reporting.write_files(folder, files, stage, stamp, **options)
 
     def on_close(self, finish: Callable[[], None]) -> None:
         """Call a function at the end of the run, after the workers have stopped."""
+        self.reporting.closing.append(finish)
+
+    def setup(self) -> dict[str, object]:
+        """Device, its peak if it is known, precision and strategy."""
+        peak = self.meter.peaks.setup() if self.meter.wanted else {}
+        return compat.setup_of(self.trainer) | peak
+
+    def _sources(self) -> dict[str, Callable[[], Signal]]:
+        """Functions that start the signals, called when a callback subscribes to their columns.
+
+        With several ranks all call this together.
+        """
+        node, device = self.ranks.node_rank, self.trainer.strategy.root_device
+        gpus: Callable[[], int] = partial(node_gpus, self.trainer, self.ranks)
+        if self.ranks.world_size > 1:
+            # Nodes may differ, but all ranks must have the same columns. They agree now, because a
+            # callback may fail on one rank before it subscribes.
+            gatherer = self.windows.gatherer
+            slots = gatherer.largest(gpus())
+            gatherer.width += slots * GPU_COLUMNS
+            gpus = partial(int, slots)
+
+        def flops() -> BatchTotals:
+            self.meter.require(None, "peak_flops")
+            return self.batches.start()
+
+        def sampler() -> Sampler | None:
+            found = self.sampler
+            if found is not None and not found.subscribed:
+                found.subscribe("windows", 1.0)
+                self.on_close(partial(found.unsubscribe, "windows"))
+            return found
+
+        return {
+            "batch": self.batches.start,
+            "flops": flops,
+            "progress": lambda: ProgressSignal(self.progress),
+            "timings": lambda: SpanSignal(self.spans.require()),
+            "waits": lambda: WaitSignal(self.spans.require(), node),
+            "system": lambda: NodeSignal(sampler(), gpus()),
+            "memory": lambda: MemorySignal(device, sampler(), node),
+        }
 
 
-class Member(Protocol):
-    """A callback, as its run sees it: a `PerfCallback`."""
-
-    keeps_progress: bool
-    show_summary: bool
-    _disabled: bool
-    units: Mapping[str, str]
-
-    @property
-    def state_key(self) -> str:
-        """Its key in checkpoints."""
-
-    @property
-    def parts(self) -> list[Any]:
-        """The callbacks that run."""
-
-    @property
-    def with_parts(self) -> list[Any]:
-        """This callback and its parts, each once."""
-
-    def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of it; None if that fails."""
-
-    def summary_sections(self) -> Mapping[str, Any]:
-        """What it adds to the summary."""
-
-    def disable(self, method: str, error: Exception) -> None:
-        """Switch it off for the rest of the run."""
-
-    def leave(self, reason: str) -> None:
-        """Leave the run."""
+def _report_untracked(reporting: Reporting, first: bool, names: set[str]) -> None:
+    listed = ", ".join(sorted(names))
+    reporting.describe_settings({"untracked_operations": listed})
+    if first:
+        _log.warning(
+            "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", listed
+        )

@@ -25,6 +25,7 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.files import files_below, finite, write_text, written_whole
 from lightning_perf.run import destination
 from lightning_perf.run.history import table
+from lightning_perf.run.run import LONG, Run
 from lightning_perf.terminal import new_console
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.names import numbered
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.core.window import Window
-    from lightning_perf.run.run import Member, Run
     from lightning_perf.tracking.summary import Summary
 
     #: By stage: windows, each with the step of its first batch.
@@ -61,8 +61,6 @@ _TRACES, _PAGES = (".json", ".cvf", ".bin", ".pickle"), (".html",)
 _OTHERS = re.compile(r"(?:summary|diagnosis)(?:-\d+)?\.json")
 #: The stage of ``trainer.validate()`` in a run that has a fit as well.
 _ALONE = "validate_alone"
-#: Minimum seconds after which functions other than fit show their summary.
-LONG = 10.0
 #: Files listed at most, the latest by name.
 _MOST_FILES = 1000
 #: Seconds between updates of a run's summary, and the most of the time that these may take.
@@ -71,7 +69,7 @@ REFRESH, _MOST_TIME = 2.0, 0.01
 _EARLIER: WeakKeyDictionary[Trainer, Summary] = WeakKeyDictionary()
 
 
-def end_summary(context: Run, callbacks: Sequence[Member], reason: str) -> RunSummary | None:
+def end_summary(context: Run, callbacks: Sequence[Any], reason: str) -> RunSummary | None:
     """Write the summary of a run at its end; return None if it is empty, or on other ranks."""
     if context.ranks.global_rank != 0 or reason not in _STATUS:
         return None
@@ -128,7 +126,7 @@ class LiveSummary:
         # An error here occurs again at the end of the run, which warns.
         with suppress(Exception):
             verdicts = [
-                v.as_dict() for part in context.parts for v in getattr(part, "verdicts", ())
+                v.as_dict() for part in context.members for v in getattr(part, "verdicts", ())
             ]
             folder = context.reporting.run_folder().claim()
             summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})
@@ -155,7 +153,7 @@ class RunSummary:
         status: str,
         windows: _Windows,
         sections: Mapping[str, Any],
-        callbacks: Sequence[Member] = (),
+        callbacks: Sequence[Any] = (),
     ) -> None:
         self._context, self._callbacks, self._written = context, callbacks, False
         self._root = context.reporting.root(None)
@@ -277,7 +275,7 @@ def _file(folder: Path, run_name: str) -> tuple[Path, Summary | None]:
     return path, None
 
 
-def log_locations(context: Run, callbacks: Sequence[Member]) -> None:
+def log_locations(context: Run, callbacks: Sequence[Any]) -> None:
     """Log where the metrics and files are, if there is no logger; once per generated name."""
     if not destination.announce(context.trainer):
         return
@@ -348,11 +346,10 @@ def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _overhead(
-    culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[Member]
-) -> dict[str, float]:
+def _overhead(culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[Any]) -> dict[str, float]:
     """The time of our own callbacks, and the share of recorders, from a table of all costs."""
     kinds = {type(each).__name__: hasattr(each, "saved_traces") for each in callbacks}
+    kinds["lightning_perf"] = False  # the hooks of the run
     rows = [(row, row["name"].partition(".")[0]) for row in culprits]
     ours = [(row, kinds[kind]) for row, kind in rows if kind in kinds]
     figures = {key: sum(row[key] for row, _ in ours) for key in ("seconds", "share")}

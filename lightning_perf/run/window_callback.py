@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_perf.core.window import Window
-    from lightning_perf.run.context import RunContext
+    from lightning_perf.run.run import Run
 
 
 class ReportTrigger:
@@ -35,7 +35,7 @@ class ReportTrigger:
         #: Batches before this one need no check, except where Lightning logs.
         self.quiet_until: float = 0
 
-    def setup(self, context: RunContext) -> None:
+    def setup(self, context: Run) -> None:
         """Prepare for a run; ConfigError if the schedule cannot work in it."""
         self._wanted, self._late, self.quiet_until = False, False, 0
         if self._schedule is None:
@@ -45,13 +45,13 @@ class ReportTrigger:
         # What a schedule depends on is known after its set-up.
         self._shared = self._schedule.shared or context.ranks.world_size == 1
 
-    def start(self, context: RunContext) -> None:
+    def start(self, context: Run) -> None:
         """A stage starts."""
         if self._schedule is not None:
             self.quiet_until = 0
             self._schedule.observe(context.moment)
 
-    def begin_epoch(self, context: RunContext) -> None:
+    def begin_epoch(self, context: Run) -> None:
         """An epoch starts: it or the last one may have another length than was predicted."""
         if self._schedule is not None:
             self.quiet_until = 0
@@ -61,11 +61,11 @@ class ReportTrigger:
                 # A report now would be a second one after the same batch: it comes with the next.
                 self._late = self._schedule(moment)
 
-    def due(self, context: RunContext) -> bool:
+    def due(self, context: Run) -> bool:
         """Whether the ranks meet now, the same on all of them; called at most once per batch."""
         schedule = self._schedule
         if schedule is None:
-            self._wanted = context.tracker.report_due
+            self._wanted = context.logs_now
             return self._wanted
         now = False
         if context.counters.batch >= self.quiet_until:
@@ -80,7 +80,7 @@ class ReportTrigger:
             self._wanted = now
             return now
         self._wanted |= now
-        return context.tracker.report_due
+        return context.logs_now
 
     def request(self) -> None:
         """Request a report now, in addition to the schedule."""
@@ -154,42 +154,42 @@ class WindowCallback(PerfCallback):
         raise NotImplementedError("write on_window(self, window)")
 
     @override
-    def prepare(self, context: RunContext) -> None:
+    def prepare(self, context: Run) -> None:
         if context.trainer.state.fn == "fit":
             self.metrics = {}
         self.trigger.setup(context)
-        context.windows.subscribe(self, self.columns)
+        context.subscribe(self, self.columns)
 
     @override
-    def on_start(self, context: RunContext) -> None:
-        if not context.stages.nested:
+    def on_start(self, context: Run) -> None:
+        if not context.nested:
             self.trigger.start(context)
 
     @override
-    def on_epoch(self, context: RunContext) -> None:
+    def on_epoch(self, context: Run) -> None:
         self.trigger.begin_epoch(context)
 
     @override
-    def close(self, context: RunContext, reason: str) -> None:
+    def close(self, context: Run, reason: str) -> None:
         self.trigger.close()
 
-    def window_due(self, context: RunContext, at_end: bool) -> bool:
+    def window_due(self, context: Run, at_end: bool) -> bool:
         """Whether a window ends now: the same on every rank, even if this callback failed there."""
-        if at_end or context.stages.nested:
+        if at_end or context.nested:
             return at_end
         return self.trigger.due(context)
 
-    def is_due(self, context: RunContext, at_end: bool) -> bool:
+    def is_due(self, context: Run, at_end: bool) -> bool:
         """As ``window_due``; a schedule that raises switches this callback off."""
         try:
             return self.window_due(context, at_end)
         except Exception as error:
-            if not self._disabled:
+            if not self.disabled:
                 self.disable("schedule", error)
             self.trigger.quiet_until = inf  # not evaluated again
             return at_end
 
-    def window_ended(self, context: RunContext) -> None:
+    def window_ended(self, context: Run) -> None:
         """A window of this callback has ended and is delivered later: store its further values."""
 
     def receive(self, window: Window) -> Mapping[str, float]:

@@ -12,7 +12,17 @@ import torch
 from helpers.small import RANKS, Small, trainer
 from helpers.torch_traces import steps, traces
 
-from lightning_perf import ConfigError, Diagnosis, OnVerdict, PyTorch, Suite, Verdict, VizTracer
+from lightning_perf import (
+    ConfigError,
+    Diagnosis,
+    OnVerdict,
+    PerfWarning,
+    PyTorch,
+    Suite,
+    Timings,
+    Verdict,
+    VizTracer,
+)
 from lightning_perf.callbacks.factory import from_environment
 from lightning_perf.diagnosis.signals import Signals
 
@@ -141,6 +151,21 @@ def test_a_deleted_trace_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     caplog.clear()
 
 
+def test_a_diagnosis_that_fails_leaves_its_capture_and_others_working(tmp_path: Path) -> None:
+    """The capture, which is called last at each batch, records, and the other callbacks report."""
+
+    class Broken(Diagnosis):
+        def on_window(self, window: Any) -> Any:
+            raise ZeroDivisionError("planted")
+
+    timings = Timings(schedule="1ba")
+    diagnosis = Broken(capture=PyTorch(schedule="at 12ba for 2ba"), terminal=False)
+    with pytest.warns(PerfWarning, match=r"Broken is off.*on_window.*planted"):
+        trainer(tmp_path, timings, diagnosis, log_every_n_steps=1).fit(Small())
+    assert len(traces(tmp_path)) == 1
+    assert timings.rows[-1][0] == 15
+
+
 @pytest.mark.slow
 def test_ranks_capture_their_own_steps(tmp_path: Path) -> None:
     """Each rank writes its own trace; the report summarizes the one of rank 0."""
@@ -154,7 +179,7 @@ def test_without_a_capture_nothing_is_recorded(tmp_path: Path) -> None:
     """By default there is no hook per batch and no section in the report."""
     diagnosis = Diagnosis(terminal=False)
     trainer(tmp_path, diagnosis).fit(Small())
-    assert diagnosis._before_batch_parts == diagnosis._after_batch_parts == []
+    assert not any(map(diagnosis.overrides, ("before_batch", "after_batch")))
     (path,) = tmp_path.rglob("diagnosis.json")
     assert "capture" not in json.loads(path.read_text())
 
@@ -169,11 +194,11 @@ def test_a_capture_can_be_configured_and_copied(tmp_path: Path) -> None:
         "    capture: {class_path: lightning_perf.PyTorch, init_args: {schedule: at 5ba for 3ba}}\n"
     )
     (suite,) = from_environment(str(tmp_path / "perf.yaml"))
-    assert [type(part) for part in suite.parts] == [PyTorch, Diagnosis]
+    assert [type(part) for part in suite.parts[0].parts] == [PyTorch]
     copied = pickle.loads(pickle.dumps(suite))
-    settings = [part.settings() for part in copied.parts]
-    assert settings[0]["PyTorch/batches_per_trace"] == 20
-    assert "Diagnosis/capture" not in settings[1]
+    (diagnosis,) = copied.parts
+    assert diagnosis.parts[0].settings()["PyTorch/batches_per_trace"] == 20
+    assert "Diagnosis/capture" not in diagnosis.settings()
     trainer(tmp_path, copied).fit(Small())
     assert captured(tmp_path)[0]["steps"] == 3
 

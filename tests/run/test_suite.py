@@ -1,4 +1,4 @@
-"""Callbacks in a Suite receive the same hooks as alone, and two of a kind are refused."""
+"""Callbacks in a Suite work as alone, and two of a kind are refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from helpers.small import Records, Small, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks.callback import Callback
 
-from lightning_perf import ConfigError, Flops, PyTorch, SpeedMonitor, Suite, Timings
+from lightning_perf import ConfigError, Diagnosis, Flops, PyTorch, SpeedMonitor, Suite, Timings
 
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")] + ["setup", "teardown"]
 
@@ -99,17 +100,53 @@ def test_state_can_be_loaded_before_a_run(tmp_path: Path, hosted: bool) -> None:
     assert monitor.state_dict()["progress"]["stages"]["train"]["batch"] == 32
 
 
-def test_unused_hooks_are_not_forwarded(tmp_path: Path) -> None:
-    """A Suite of callbacks that override no hook has no hook either, before and after a run."""
-    suite, seen = Suite([SpeedMonitor(), Flops(peak_flops=1e9)]), []
+def test_parts_are_callbacks_of_the_trainer_during_a_run(tmp_path: Path) -> None:
+    """They follow it between the run's two callbacks, the only hooks per batch; the end removes them."""
+    suite, seen = Suite([SpeedMonitor(), Diagnosis(terminal=False, capture=True)]), []
 
     class Looking(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            seen.append({name for name in HOOKS if callable(vars(suite).get(name))})
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            first, *seen[:], last = trainer.callbacks[1:]  # type: ignore[attr-defined]
+            assert type(first) is type(last)
+            called = [each for each in trainer.callbacks if callable(each.on_train_batch_end)]  # type: ignore[attr-defined]
+            assert called == [looking, first]
 
-    trainer(tmp_path, suite, Looking(), limit_train_batches=1).fit(Small())
-    assert seen == [set()]
-    assert not vars(suite).keys() & set(HOOKS)
+    looking = Looking()
+    run = trainer(tmp_path, looking, suite, limit_train_batches=1)
+    monitor, diagnosis = suite.parts
+    for _ in range(2):
+        run.fit(Small())
+        assert run.callbacks == [looking, suite]  # type: ignore[attr-defined]
+        run.fit_loop.max_epochs = 2
+        assert seen == [suite, monitor, diagnosis, *diagnosis.parts]
+    assert not vars(suite).keys() & {*HOOKS, "log"}
+
+
+def test_a_checkpoint_of_a_suite_has_each_state_once(tmp_path: Path) -> None:
+    """That of the Suite contains them; a part also finds its own, of a training without a Suite."""
+    files: dict[str, Any] = {}
+    for name, callbacks in {
+        "suite": [Suite([SpanProfiler(), Timings()])],
+        "alone": [SpanProfiler(), Timings()],
+    }.items():
+        saving = L.Callback()
+        saving.on_train_end = lambda run, _, to=name: run.save_checkpoint(tmp_path / to)  # type: ignore
+        trainer(tmp_path, saving, *callbacks).fit(Small())
+        saved = torch.load(tmp_path / name, weights_only=False)["callbacks"]
+        files[name] = {key: saved[key] for key in saved if key.startswith("lightning_perf")}
+    assert files["suite"].keys() == {"lightning_perf.Suite"}
+    assert files["suite"]["lightning_perf.Suite"].keys() == {*files["alone"], "progress"}
+    for name in files:
+        loaded: list[Any] = []
+
+        class Loads(SpanProfiler):
+            def load_state_dict(self, state_dict: dict[str, Any], found: Any = loaded) -> None:
+                found.append(state_dict["received"])
+
+        Loads.__name__ = "SpanProfiler"
+        run = trainer(tmp_path, Suite([Loads(), Timings()]), max_epochs=2)
+        run.fit(Small(), ckpt_path=tmp_path / name)
+        assert len(loaded) == 1
 
 
 @pytest.mark.parametrize("kind", [SpeedMonitor, Flops, Timings])
