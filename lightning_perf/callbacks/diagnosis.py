@@ -368,7 +368,7 @@ def _setup(context: Run) -> Setup:
         automatic_optimization=context.module.automatic_optimization,
         reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
         loader=_loader(compat.training_loader(trainer)),
-        ours=frozenset(type(each).__name__ for each in context.members),
+        ours=frozenset({"lightning_perf", *(type(each).__name__ for each in context.members)}),
     )
 
 

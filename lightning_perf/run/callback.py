@@ -12,7 +12,7 @@ from lightning_perf.checks import name_arguments
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext, current_run
-from lightning_perf.run.hooks import hooks_around, restore_unused, skip_unused
+from lightning_perf.run.hooks import FirstHooks, LastHooks, restore_unused, skip_unused
 from lightning_perf.schedule import Schedule, walk
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class PerfCallback(Callback):
             run = RunContext(trainer, module)
             run.given, callbacks = given, [*trainer.callbacks]
             ours = [at for at, one in enumerate(callbacks) if isinstance(one, PerfCallback)]
-            first, last = run.added = hooks_around(run)
+            first, last = run.added = [FirstHooks(run), LastHooks(run)]
             callbacks.insert(ours[-1] + 1 if ours else len(callbacks), last)
             callbacks.insert(ours[0] if ours else 0, first)
             # Not in place: Lightning is in a loop over the others.

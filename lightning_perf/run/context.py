@@ -181,9 +181,13 @@ class RunContext(Run):
         try:
             step(*args)
         except Exception as error:
-            for member in self.members:
-                if not member.disabled:
-                    member.disable(step.__name__, error)
+            self.disable(step.__name__, error)
+
+    def disable(self, step: str, error: Exception) -> None:
+        """Switch all callbacks off."""
+        for member in self.members:
+            if not member.disabled:
+                member.disable(step, error)
 
     def report(self) -> None:
         """A batch has ended after which a report may be due."""

@@ -9,7 +9,6 @@ from lightning.pytorch import Callback
 from typing_extensions import override
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
 
     from lightning.pytorch import Trainer
 
@@ -42,10 +41,10 @@ def restore_unused(attributes: dict[str, Any]) -> None:
 
 
 class _Hooks(Callback):
-    """A callback of these hooks, for one run: a copy has none."""
+    """Stands among the callbacks of a Trainer during a run: a copy has no hooks."""
 
-    def __init__(self, hooks: dict[str, Callable[..., object]]) -> None:
-        vars(self).update(hooks)
+    def __init__(self, run: RunContext) -> None:
+        self._run = run
         skip_unused(self)
 
     @property
@@ -58,47 +57,42 @@ class _Hooks(Callback):
         return Callback, ()
 
 
-#: The name under which timings list what these hooks take.
-_Hooks.__name__ = "lightning_perf"
+class LastHooks(_Hooks):
+    """Ends a run, after the hooks of a user's subclass, which may use it until then."""
+
+    @override
+    def teardown(self, *_: object, **__: object) -> None:
+        self._run.leave("teardown")
+
+    @override
+    def on_exception(self, *_: object) -> None:
+        self._run.leave("exception")
 
 
-def hooks_around(run: RunContext) -> list[Callback]:
-    """What Lightning calls before our first callback and after our last one.
+class FirstHooks(_Hooks):
+    """Advances a run, and calls the lifecycle methods of its callbacks.
 
-    A hook of a user's subclass finds the batch counted, and the run not yet ended.
+    It comes before them: a hook of a user's subclass finds the batch counted.
     """
-    calls = _Dispatch(run)
-    first: dict[str, Callable[..., object]] = {
-        "on_train_epoch_start": calls.epoch_start,
-        "on_train_epoch_end": calls.epoch_end,
-    }
-    for stage, word in _WORDS.items():
-        for hook in (calls.start, calls.end, calls.batch_start, calls.batch_end):
-            first[f"on_{word}_{hook.__name__}"] = partial(hook, stage)
-    last: dict[str, Callable[..., object]] = {
-        "teardown": lambda *_, **__: run.leave("teardown"),
-        "on_exception": lambda *_, **__: run.leave("exception"),
-    }
-    return [_Hooks(first), _Hooks(last)]
-
-
-class _Dispatch:
-    """Advances a run, and calls the lifecycle methods of its callbacks."""
 
     def __init__(self, run: RunContext) -> None:
-        self._run = run
-        # By stage: callbacks with methods per batch, the second ones with Lightning's span of them.
-        self._before: dict[str, list[Any]] = {}
+        super().__init__(run)
+        # Callbacks with `before_batch`, and by stage those with `after_batch`, with their spans.
+        self._before: list[Any] = []
         self._after: dict[str, list[tuple[str, Any]]] = {}
+        for stage, word in _WORDS.items():
+            for name in ("start", "end", "batch_end"):
+                setattr(self, f"on_{word}_{name}", partial(getattr(self, f"_{name}"), stage))
 
-    def start(self, stage: str, trainer: Trainer, *_: object) -> None:
-        run = self._run
+    def _start(self, stage: str, trainer: Trainer, *_: object) -> None:
+        run, word = self._run, _WORDS[stage]
         if trainer.sanity_checking:
             return
         run.begin(stage)
-        self._before[stage] = [each for each in run.members if each.overrides("before_batch")]
+        self._before = [each for each in run.members if each.overrides("before_batch")]
+        setattr(self, f"on_{word}_batch_start", self._before and partial(self._batch_start, stage))
         self._after[stage] = [
-            (f"[Callback]{each.state_key}.on_{_WORDS[stage]}_batch_end", each)
+            (f"[Callback]{each.state_key}.on_{word}_batch_end", each)
             for each in run.members
             if each.overrides("after_batch")
         ]
@@ -106,40 +100,49 @@ class _Dispatch:
         for member in run.members:
             member.call(member.on_start, run, reraise=not run.nested)
 
-    def end(self, stage: str, *_: object) -> None:
+    def _end(self, stage: str, *_: object) -> None:
         run = self._run
         if run.stage == stage:
             for member in run.members:
                 member.call(member.on_end, run)
             run.advance(run.end)
 
-    def epoch_start(self, *_: object) -> None:
+    @override
+    def on_train_epoch_start(self, *_: object) -> None:
         run = self._run
         if run.stage == "train":
             run.advance(run.begin_epoch)
             for member in run.members:
                 member.call(member.on_epoch, run)
 
-    def epoch_end(self, *_: object) -> None:
+    @override
+    def on_train_epoch_end(self, *_: object) -> None:
         if self._run.stage == "train":
             self._run.advance(self._run.end_epoch)
 
-    def batch_start(self, stage: str, *arguments: Any) -> None:
+    def _batch_start(self, stage: str, *arguments: Any) -> None:
         run, batch = self._run, arguments[2]
-        if run.stages.stage == stage:
-            for member in self._before[stage]:
+        if run.stage == stage:
+            for member in self._before:
                 member.call(member.before_batch, run, batch)
 
-    def batch_end(
-        self, stage: str, trainer: Any, _module: Any, _out: Any, batch: Any, *_: Any
+    def _batch_end(
+        self, stage: str, trainer: Any, _module: Any, _outputs: Any, batch: Any, *_: Any
     ) -> None:
         """A batch has ended: this runs once per batch, and makes few calls."""
         run = self._run
         if run.stages.stage != stage:
             return
-        run.advance(run.tracker.end_batch, batch)
+        try:
+            run.tracker.end_batch(batch)
+        except Exception as error:
+            run.disable("end_batch", error)
         for span, member in self._after[stage]:
             with trainer.profiler.profile(span):
                 member.call(member.after_batch, run, batch)
         if run.tracker.report_possible:
             run.advance(run.report)
+
+
+#: The name under which timings list what these hooks take.
+FirstHooks.__name__ = LastHooks.__name__ = "lightning_perf"

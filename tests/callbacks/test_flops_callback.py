@@ -223,7 +223,7 @@ def test_ranks_that_share_a_batch_share_the_formula(tmp_path: Path) -> None:
 
     class Sharing(PerfCallback):
         def prepare(self, context: RunContext) -> None:
-            context.batches.sharing = context.meter.sharing = 2
+            context.sharing = context.batches.sharing = context.meter.sharing = 2
 
     flops = Flops(peak_flops=1e9, formula=lambda _: 4.0)
     trainer(tmp_path, flops, Sharing()).fit(Small())

@@ -320,7 +320,7 @@ def test_a_run_that_fails_saves_its_table(tmp_path: Path) -> None:
     timings = Timings()
     with pytest.raises(Planted):
         trainer(tmp_path, timings).fit(Failing())
-    assert "Timings.on_train_batch_end" in [row.name for row in timings.table]
+    assert "lightning_perf.on_train_batch_end" in [row.name for row in timings.table]
     (summary,) = tmp_path.glob("*/summary.json")
     assert len(json.loads(summary.read_text())["culprits"]) == len(timings.table)
 
@@ -400,12 +400,12 @@ def test_an_invalid_schedule_is_refused(schedule: Any) -> None:
 
 
 def test_it_works_in_a_suite_and_beside_others(tmp_path: Path, records: Records) -> None:
-    """All share one span hub, and the overhead of a suite is listed under its name."""
+    """All share one span hub, and their overhead is listed under one name."""
     timings = Timings()
     suite = Suite([SpeedMonitor(window_size=2), timings])
     trainer(tmp_path, suite, logger=records).fit(Small())
     assert {"timings/forward", "throughput/batches_per_sec"} <= records.keys
-    assert "Suite.on_train_batch_end" in [row.name for row in timings.table]
+    assert "lightning_perf.on_train_batch_end" in [row.name for row in timings.table]
 
 
 def test_one_callback_serves_several_runs(tmp_path: Path) -> None:

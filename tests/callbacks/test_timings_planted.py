@@ -208,7 +208,7 @@ def test_rows_are_named_by_class_and_method(tmp_path: Path) -> None:
     assert table["Slow.on_train_batch_start"].calls == BATCHES
     assert 0 < table["Slow.on_train_batch_start"].share < 1
     assert table["ModelCheckpoint.on_train_batch_end"].calls == BATCHES
-    assert table["Timings.on_train_batch_end"].calls == BATCHES
+    assert table["lightning_perf.on_train_batch_end"].calls == BATCHES
     assert [row.seconds for row in table.values()] == sorted(
         (row.seconds for row in table.values()), reverse=True
     )

@@ -1362,15 +1362,6 @@ def test_short_epochs_may_need_no_workers(persistent: bool) -> None:
     assert "Loading a batch of 16 takes a worker up to 1" in found["input-bound"].advice
 
 
-def test_our_own_callbacks_have_a_name_that_users_know() -> None:
-    """Nobody who writes ``always_on()`` has written Suite."""
-    named = {Action("train", "callbacks", "Suite.on_train_batch_end"): every(0.1)}
-    setup = Setup(ours=frozenset({"Suite", "Flops"}))
-    (found,) = diagnose(signals_of({**FINE, "callbacks": 0.01}, named=named, setup=setup)).verdicts
-    assert found.culprit == "lightning_perf.on_train_batch_end"
-    assert "Suite" not in headline(found) + found.advice
-
-
 def test_headlines_and_evidence_use_words_of_the_user() -> None:
     """Names of Lightning's code are those of JSON only, and each line has a verb."""
     found = loading(used(cpu_util_simple=65.2, process_cpu=130.4))

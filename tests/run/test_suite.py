@@ -101,7 +101,7 @@ def test_state_can_be_loaded_before_a_run(tmp_path: Path, hosted: bool) -> None:
 
 
 def test_parts_are_callbacks_of_the_trainer_during_a_run(tmp_path: Path) -> None:
-    """They follow it between the run's two callbacks, the only hooks per batch; the end removes them."""
+    """They follow it, between two callbacks of the run, and have no hook per batch."""
     suite, seen = Suite([SpeedMonitor(), Diagnosis(terminal=False, capture=True)]), []
 
     class Looking(L.Callback):

@@ -47,8 +47,6 @@ LOGGERS, CHECKPOINTS = 0.05, 0.05
 _REPORTS_LEFT, _CHECKPOINTS_LEFT = 4, 2
 #: Categories of the computation of metrics, and of the steps of learning rate schedulers.
 _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
-#: Our callback that holds those of `always_on`: a name that nobody may have written.
-_SUITE = "Suite"
 #: Calls of a logger per batch at which Lightning logs, at least and at most: callbacks log at these
 #: batches, too, and what logs more often or less often does not follow `log_every_n_steps`.
 _FEWEST_CALLS, _MOST_CALLS = 0.5, 8
@@ -241,8 +239,6 @@ def _hooks(signals: Signals, kind: str, *categories: str) -> Iterator[_Hooks]:
         seconds = sum(within.values(), signals.nothing)
         calls = max(float(signals.steady(signals.actions[slowest].calls).sum()), 1.0)
         culprit = slowest.name
-        if owner == _SUITE and owner in signals.setup.ours:
-            culprit = f"lightning_perf.{culprit.partition('.')[2]}"
         if len(rows) == 1:
             per_call = float(signals.steady(seconds).sum()) / calls
             takes = f"{called(culprit)} takes {duration(per_call)} per call"
