@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from contextlib import suppress
 from functools import cached_property
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.checks import name_arguments
@@ -13,7 +12,7 @@ from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_crede
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext, current_run
 from lightning_perf.run.hooks import FirstHooks, LastHooks, restore_unused, skip_unused
-from lightning_perf.schedule import Schedule, walk
+from lightning_perf.schedule import walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -276,29 +275,16 @@ def _is_ours(value: object) -> bool:
 
 def _explained(callback: PerfCallback, method: str, error: Exception) -> tuple[str, str]:
     """The method that failed, and what to do about it."""
-    if raised := _raised_by_schedule(error):
-        return raised, ""
     # Authors of a callback write `on_window`, which `receive` calls.
     failed = "on_window" if method == "receive" else method
     if isinstance(error, OSError | ConfigError) or not _is_ours(callback):
         return failed, ""
     schedule = getattr(callback, "schedule", None)
-    own = [] if schedule is None else [x for x in walk(schedule) if not _is_ours(x)]
-    if own and isinstance(error, TypeError | ValueError):
-        names = ", ".join(type(each).__name__ for each in own)
-        wanted = "window() a hashable value or None, quiet_until() a number"
-        return failed, f" Check what {names} returns: {wanted}."
+    parts = () if schedule is None else walk(schedule)
+    if own := ", ".join(type(part).__name__ for part in parts if not _is_ours(part)):
+        wanted = "window() returns a hashable value or None, quiet_until() a number"
+        return failed, f" Check {own}: {wanted}."
     return failed, " Please report this."
-
-
-def _raised_by_schedule(error: Exception) -> str | None:
-    """The method of a user's schedule that raised an error, if one did."""
-    found = None
-    for frame, _ in walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Schedule) and not _is_ours(owner):
-            found = f"{type(owner).__name__}.{frame.f_code.co_name}"
-    return found
 
 
 def _readable(value: object) -> object:

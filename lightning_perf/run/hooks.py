@@ -9,7 +9,6 @@ from lightning.pytorch import Callback
 from typing_extensions import override
 
 if TYPE_CHECKING:
-
     from lightning.pytorch import Trainer
 
     from lightning_perf.run.context import RunContext

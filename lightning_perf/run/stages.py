@@ -18,33 +18,28 @@ if TYPE_CHECKING:
     from lightning_perf.core.progress import Ranks
     from lightning_perf.timing.cuda_events import DeviceTimer
 
+    #: Batches, samples, tokens and seconds.
+    _Totals = tuple[int, int, int, float]
+    #: Epoch, step, and the totals up to now and at the start of the epoch.
+    _Counts = tuple[int, int, _Totals, _Totals]
+
 
 class Counters:
     """Progress of one stage, updated in place so that a batch creates no Timestamp."""
-
-    __slots__ = (
-        "_asked_epoch", "_earlier_began", "_epoch_began", "_last_epoch", "batch", "batches",
-        "cut_short", "epoch", "epoch_ends", "last_samples", "last_seconds", "last_steps",
-        "last_tokens", "mark", "sample", "step", "token", "total_wct",
-    )  # fmt: skip
 
     def __init__(self, stamp: Timestamp | None = None) -> None:
         stamp = stamp or Timestamp()
         self.epoch, self.batch, self.step = stamp.epoch, stamp.batch, stamp.step
         self.sample, self.token, self.total_wct = stamp.sample, stamp.token, stamp.total_wct
+        # Batches, samples, tokens and seconds at the start of the epoch.
         self._epoch_began = (
             stamp.batch - stamp.batch_in_epoch,
             stamp.sample - stamp.sample_in_epoch,
             stamp.token - stamp.token_in_epoch,
             stamp.total_wct - stamp.epoch_wct,
         )
-        #: Where the epoch before began.
-        self._earlier_began = self._epoch_began
-        # The epochs of the current moment and the one before.
-        self._asked_epoch = self._last_epoch = stamp.epoch
-        self.last_samples: int | None = 0
-        self.last_tokens: int | None = 0
-        self.last_steps = 0
+        # The epoch of the current moment, and what `_stamp` takes, one batch earlier.
+        self._moment_epoch, self._before = stamp.epoch, self._counts(stamp.epoch)
         self.last_seconds = 0.0
         #: Batches since the stage was entered.
         self.batches = 0
@@ -59,7 +54,7 @@ class Counters:
         """The stage begins."""
         self.batches, self.mark = 0, now
         self.epoch_ends = self.cut_short = False
-        self._asked_epoch = self.epoch
+        self._moment_epoch = self.epoch
 
     def add(
         self, now: float, samples: int | None, tokens: int | None, step: int, epoch_ends: bool
@@ -69,16 +64,15 @@ class Counters:
         ``step`` counts optimizer steps, including this batch; unknown samples and tokens are None.
         """
         seconds = now - self.mark
+        self._before = self._counts(self._moment_epoch)
         self.mark = now
         self.batch += 1
         self.batches += 1
         self.sample += samples or 0
         self.token += tokens or 0
         self.total_wct += seconds
-        self.last_samples, self.last_tokens, self.last_seconds = samples, tokens, seconds
-        self.last_steps, self.step = step - self.step, step
-        self._last_epoch, self._asked_epoch = self._asked_epoch, self.epoch + epoch_ends
-        self.epoch_ends = epoch_ends
+        self.step, self.last_seconds = step, seconds
+        self._moment_epoch, self.epoch_ends = self.epoch + epoch_ends, epoch_ends
         return seconds
 
     def add_seconds(self, now: float) -> None:
@@ -95,48 +89,38 @@ class Counters:
         """Count an epoch and reset the counts within it."""
         self.cut_short = not self.epoch_ends
         self.epoch += 1
-        self._asked_epoch, self.epoch_ends = self.epoch, False
-        self._earlier_began = self._epoch_began
+        self._moment_epoch, self.epoch_ends = self.epoch, False
         self._epoch_began = self.batch, self.sample, self.token, self.total_wct
 
     def timestamp(self) -> Timestamp:
         """Return the counts as a value."""
-        batch, sample, token, wct = self._epoch_began
-        return Timestamp(
-            self.epoch,
-            self.batch,
-            self.sample,
-            self.token,
-            self.step,
-            self.batch - batch,
-            self.sample - sample,
-            self.token - token,
-            self.total_wct,
-            self.total_wct - wct,
-            self.last_seconds,
-        )
+        return _stamp(self._counts(self.epoch), self.last_seconds)
 
     def previous(self) -> Timestamp:
         """Return the counts one batch earlier; the current ones before the first batch."""
-        if not self.last_seconds:
-            return self.timestamp()
-        same_epoch = self._last_epoch == self.epoch
-        batch, sample, token, wct = self._epoch_began if same_epoch else self._earlier_began
-        samples = self.sample - (self.last_samples or 0)
-        tokens = self.token - (self.last_tokens or 0)
-        seconds = self.total_wct - self.last_seconds
-        return Timestamp(
-            self._last_epoch,
-            self.batch - 1,
-            samples,
-            tokens,
-            self.step - self.last_steps,
-            self.batch - 1 - batch,
-            samples - sample,
-            tokens - token,
-            seconds,
-            seconds - wct,
-        )
+        return _stamp(self._before) if self.last_seconds else self.timestamp()
+
+    def _counts(self, epoch: int) -> _Counts:
+        totals = self.batch, self.sample, self.token, self.total_wct
+        return epoch, self.step, totals, self._epoch_began
+
+
+def _stamp(counts: _Counts, last_seconds: float = 0.0) -> Timestamp:
+    epoch, step, (batch, sample, token, seconds), began = counts
+    batches, samples, tokens, wct = began
+    return Timestamp(
+        epoch,
+        batch,
+        sample,
+        token,
+        step,
+        batch - batches,
+        sample - samples,
+        token - tokens,
+        seconds,
+        seconds - wct,
+        last_seconds,
+    )
 
 
 class Progress:

@@ -342,9 +342,7 @@ def test_a_schedule_that_raises_switches_off_one_callback(tmp_path: Path) -> Non
     records = Records()
     timings = Timings(schedule=Failing())
     run = trainer(tmp_path, timings, Flops(peak_flops=1e9), logger=records)
-    with pytest.warns(
-        PerfWarning, match="Timings is off.*Failing.window failed.*planted"
-    ) as caught:
+    with pytest.warns(PerfWarning, match="Timings is off.*planted.*") as caught:
         run.fit(Small())
     assert len(ours(caught)) == 1
     assert [step for step, _ in records.of("mfu")] == [4, 9, 14]
