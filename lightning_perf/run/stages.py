@@ -39,7 +39,8 @@ class Counters:
             stamp.total_wct - stamp.epoch_wct,
         )
         # The epoch of the current moment, and what `_stamp` takes, one batch earlier.
-        self._moment_epoch, self._before = stamp.epoch, self._counts(stamp.epoch)
+        self._moment_epoch = stamp.epoch
+        self._before: _Counts
         self.last_seconds = 0.0
         #: Batches since the stage was entered.
         self.batches = 0
@@ -64,7 +65,8 @@ class Counters:
         ``step`` counts optimizer steps, including this batch; unknown samples and tokens are None.
         """
         seconds = now - self.mark
-        self._before = self._counts(self._moment_epoch)
+        totals = self.batch, self.sample, self.token, self.total_wct
+        self._before = self._moment_epoch, self.step, totals, self._epoch_began
         self.mark = now
         self.batch += 1
         self.batches += 1
@@ -94,15 +96,12 @@ class Counters:
 
     def timestamp(self) -> Timestamp:
         """Return the counts as a value."""
-        return _stamp(self._counts(self.epoch), self.last_seconds)
+        totals = self.batch, self.sample, self.token, self.total_wct
+        return _stamp((self.epoch, self.step, totals, self._epoch_began), self.last_seconds)
 
     def previous(self) -> Timestamp:
         """Return the counts one batch earlier; the current ones before the first batch."""
         return _stamp(self._before) if self.last_seconds else self.timestamp()
-
-    def _counts(self, epoch: int) -> _Counts:
-        totals = self.batch, self.sample, self.token, self.total_wct
-        return epoch, self.step, totals, self._epoch_began
 
 
 def _stamp(counts: _Counts, last_seconds: float = 0.0) -> Timestamp:
