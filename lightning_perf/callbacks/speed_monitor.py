@@ -113,7 +113,7 @@ class SpeedMonitor(WindowCallback):
         self._reported, self._remaining = set(), None
         context.require_flops(self.gpu_flops_available, "gpu_flops_available")
         self._prefix = f"rolling_{self.window_size}"
-        context.offer(self._prefix, context.batches.rolling(self.window_size))
+        context.offer(self._prefix, context.rolling(self.window_size))
         self.columns = (
             f"{self._prefix}/*",
             "batch/count",

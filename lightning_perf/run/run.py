@@ -90,7 +90,7 @@ class Run:
         self.check_mfu = self.meter.peaks.warn_if_above_peak
         self.exclude_from_batch_time = self.stages.exclude_from_batch_time
         self.log_from_worker, self.deliver = self.reporting.log_from_worker, self.reporting.deliver
-        self.new_writer = self.reporting.new_writer
+        self.new_writer, self.rolling = self.reporting.new_writer, self.batches.rolling
         self._started = monotonic()
 
     # -- facts ------------------------------------------------------------------------------------

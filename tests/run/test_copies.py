@@ -113,7 +113,7 @@ def test_callbacks_can_be_copied_during_and_after_a_run(tmp_path: Path, name: st
     run = trainer(tmp_path, callback, copying, limit_val_batches=1, val_check_interval=2)
     run.fit(Small())
     for again in [*copying.copies, *copies(callback)]:
-        assert again._context is None
+        assert getattr(again, "_context", None) is None  # copies of the hooks of a run are plain
         assert "log" not in vars(again)
         trainer(tmp_path, again, limit_train_batches=2).fit(Small())
 
