@@ -181,7 +181,9 @@ class Diagnosis(WindowCallback):
         self._gc = GcTimer(lambda: recorder.clock.running)
         self._gc.open()
         if context.trainer.state.fn == "fit" and context.ranks.global_rank == 0:
-            charts.template()  # for the report: here it delays no batch, and the end waits for less
+            charts.template(
+                "page.html.jinja"
+            )  # for the report: here it delays no batch, and the end waits for less
         self._active = True
 
     @override
