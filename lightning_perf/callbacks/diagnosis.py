@@ -26,7 +26,7 @@ from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict,
 from lightning_perf.diagnosis.report import document, report_page
 from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup, Step
 from lightning_perf.errors import ConfigError, describe, warn
-from lightning_perf.flops import is_compiled
+from lightning_perf.flops.shadow import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.profilers.recording import OpenRecording
 from lightning_perf.run import compat, destination

@@ -303,11 +303,9 @@ class FlopMeter:
     def _declared_work(self, batch: Any) -> BatchCost | None:
         try:
             value: Any = self.module.flops_per_batch
-            if callable(value):
-                value = value(batch)
-            if type(value) in (int, float) and value == self._declared_flops:
+            flops = float(value(batch) if callable(value) else value)
+            if flops == self._declared_flops:
                 return self._declared_cost
-            flops = float(value)
             if not (math.isfinite(flops) and flops > 0):
                 raise ValueError(f"{flops!r} is not a positive number")
         except Exception as error:
@@ -318,9 +316,9 @@ class FlopMeter:
                 "this rank's batch, forward and backward."
             )
             return None
-        each = {self.peaks.dtype: round(flops / self.sharing)}
+        own = {self.peaks.dtype: round(flops / self.sharing)}
         self._declared_flops = flops
-        self._declared_cost = self.peaks.cost_of(Counts(model=each, hardware=each))
+        self._declared_cost = self.peaks.cost_of(Counts(model=own, hardware=own))
         return self._declared_cost
 
 
