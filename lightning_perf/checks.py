@@ -50,26 +50,26 @@ _SECONDS: dict[str, Fraction | int] = {
     "d": 86400,
 }
 #: Words for one unit, as in "every epoch".
-ONE = {name: f"1{_UNIT[name]}" for name in ("epoch", "batch", "step", "second", "minute", "hour")}
-
-
-def percent_as_dur(word: str) -> str:
-    """Convert a percentage to a fraction of the training; return other words unchanged."""
-    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", word, re.ASCII)
-    return f"{float(Fraction(match[1]) / 100)}dur" if match else word
+_ONE = {name: f"1{_UNIT[name]}" for name in ("epoch", "batch", "step", "second", "minute", "hour")}
+_WORDS = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]+|%)", re.ASCII | re.IGNORECASE)
 
 
 def worded(text: str) -> str:
     """Convert an amount in words to a time string; return other texts unchanged.
 
     Example:
-        >>> worded("100 batches"), worded("1 Epoch"), worded("1.5 hours"), worded("100ba")
+        >>> worded("100 batches"), worded("epoch"), worded("1.5 hours"), worded("100ba")
         ('100ba', '1ep', '5400sec', '100ba')
+        >>> worded("10%"), worded("50 percent")
+        ('0.1dur', '0.5dur')
     """
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]+)", text, re.ASCII | re.IGNORECASE)
+    text = _ONE.get(text, text)
+    match = _WORDS.fullmatch(text)
     number, word = match.groups() if match else ("", "")
     names = (word.lower().removesuffix(end) for end in ("", "s", "es"))
     unit = next((_UNIT[name] for name in names if name in _UNIT), None)
+    if unit == "%":
+        return f"{float(Fraction(number) / 100)}dur"
     if unit is None or word in _SECONDS:
         return text
     seconds = _SECONDS.get(unit, 0) * Fraction(number)

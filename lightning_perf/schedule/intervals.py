@@ -164,14 +164,10 @@ class _Milestones(Schedule):
         """Return the `Every` or `At` of a text."""
         if (match := _TEXT.fullmatch(text)) is None:
             return None
-        first, word, time, lasting = (
-            part and checks.percent_as_dur(part) for part in match.groups()
-        )
+        first, word, time, lasting = match.groups()
         if first is not None:
-            length = checks.times("lasting", checks.ONE.get(first, first), "5ba")
+            length = checks.times("lasting", first, "5ba")
             return At(time=f"0{length.unit}", lasting=length)
-        if word == "every":
-            time = checks.ONE.get(time, time)
         return (At if word == "at" else Every)(time, lasting=lasting or "1ba")
 
     @abstractmethod

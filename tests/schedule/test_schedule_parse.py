@@ -57,6 +57,8 @@ from lightning_perf.schedule import (
         ("first 10%", At("0dur", lasting="0.1dur")),
         ("at 0.5dur", At("0.5dur")),
         ("at 0.5dur for 3ba", At("0.5dur", lasting="3ba")),
+        ("at 50 percent", At("0.5dur")),
+        ("every minute for second", Every("60sec", lasting="1sec")),
         ("always", Always()),
         ("never", Never()),
         (None, Always()),
