@@ -345,7 +345,7 @@ class _Counting:
 
     def __init__(self, counted: FlopCounter | Counts, closures: Sequence[Counts] = ()) -> None:
         #: Counts the batch, unless a shadow did.
-        self.counter = counted if isinstance(counted, FlopCounter) else None
+        self.counter = None if isinstance(counted, Counts) else counted
         # What the shadow counted of the step, and of each closure of its optimizers.
         self._source, self._closures = counted, closures
         # For each step of an optimizer, how often it ran its closure.
@@ -359,7 +359,7 @@ class _Counting:
 
     def counts(self, begun: int, automatic: bool) -> Counts:
         """What was counted, of a step that began so often."""
-        if isinstance(self._source, FlopCounter):
+        if not isinstance(self._source, Counts):
             return self._source.counts
         if automatic:
             return weighted([(begun, self._source)])
