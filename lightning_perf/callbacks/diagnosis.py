@@ -26,7 +26,7 @@ from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict,
 from lightning_perf.diagnosis.report import document, report_page
 from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup, Step
 from lightning_perf.errors import ConfigError, describe, warn
-from lightning_perf.flops.shadow import is_compiled
+from lightning_perf.flops import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.profilers.recording import OpenRecording
 from lightning_perf.run import compat, destination
@@ -181,9 +181,7 @@ class Diagnosis(WindowCallback):
         self._gc = GcTimer(lambda: recorder.clock.running)
         self._gc.open()
         if context.trainer.state.fn == "fit" and context.ranks.global_rank == 0:
-            charts.template(
-                "page.html.jinja"
-            )  # for the report: here it delays no batch, and the end waits for less
+            charts.template()  # for the report: here it delays no batch, and the end waits for less
         self._active = True
 
     @override

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_perf.core.window import Window, utilization
-from lightning_perf.flops.formulas import check_formula, formula_for
-from lightning_perf.flops.peaks import check_peak
+from lightning_perf.flops import check_formula, check_peak, formula_for
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Every, Schedule, as_schedule
 

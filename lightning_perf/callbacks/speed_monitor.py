@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_perf.checks import whole
 from lightning_perf.core.window import Window, throughput
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops.peaks import check_peak
+from lightning_perf.flops import check_peak
 from lightning_perf.run import compat
 from lightning_perf.run.window_callback import WindowCallback
 

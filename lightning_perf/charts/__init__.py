@@ -270,7 +270,7 @@ def page(title: str, parts: Iterable[Part]) -> str:
     script = _asset("page.js") + _asset("flame.js")
     # The page's policy allows this script alone: no text on the page can run as code.
     digest = b64encode(sha256(script.encode()).digest()).decode()
-    return template("page.html.jinja").render(
+    return template().render(
         title=title,
         parts=named,
         flame_style=_asset("flame.css"),
@@ -285,7 +285,7 @@ def _asset(name: str) -> str:
 
 
 @cache
-def template(name: str) -> Template:
+def template(name: str = "page.html.jinja") -> Template:
     """A template of this package; the first call imports jinja2, which takes some 50 ms."""
     from jinja2 import Environment
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,6 +35,8 @@ TableRow: TypeAlias = tuple[str, float, int, float]
 Numbers: TypeAlias = NDArray[np.float64]
 
 _TITLE = "Where the time of a batch went"
+#: More points would be drawn over one another.
+MAX_POINTS = 500
 #: Categories with a smaller share join "other".
 _SMALLEST_SHARE = 0.005
 #: In charts of at least `_FEWEST_ROWS`, values above `_PEAK` times this percentile are cut off.
@@ -62,12 +62,19 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
         >>> [layer.name for layer in stack([(1, {"forward": 0.1, "backward": 0.2})]).layers]
         ['backward', 'forward']
     """
-    rows = list(_one_per_step(rows or [(first, {})]))
+    rows = rows or [(first, {})]
     first = min(first, rows[0][0])
-    lasts = [step for step, _ in rows]
+    ends = np.array([step for step, _ in rows], dtype=float)
+    steps, begins, counts = np.unique(ends, return_index=True, return_counts=True)
+    # Rows of the same step share it.
+    widths = (np.diff(steps, prepend=first - 1) / counts).repeat(counts)
+    kept = np.unique(np.linspace(0, len(steps), MAX_POINTS, endpoint=False, dtype=int))
+    layers = _layers(rows, widths, begins[kept])
+    lasts = [int(step) for step in steps[np.append(kept[1:], len(steps)) - 1]]
     firsts = [first, *(step + 1 for step in lasts)]
-    layers = _layers(rows, np.diff(lasts, prepend=first - 1))
     top, cut = _top(lasts, sum((np.array(layer.values) for layer in layers), np.zeros(len(lasts))))
+    merged = len(rows) / len(lasts)
+    averaged = f"Each window is the mean of about {merged:.3g} reports." if merged > 1 else ""
     mean = duration(sum(layer.amount for layer in layers))
     summary = f"{mean} per batch on average, {_steps(first, lasts[-1])}"
     axis = ticks(first - 0.5, lasts[-1] + 0.5)
@@ -83,41 +90,36 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
         y_label=" per batch",
         legend=("category", "per batch", "share"),
         summary=summary if layers else "No batch was timed.",
-        notes=(cut,) if cut else (),
+        notes=tuple(note for note in (cut, averaged) if note),
     )
-
-
-def _one_per_step(rows: Sequence[Row]) -> Iterator[Row]:
-    """Average the rows of the same step."""
-    for step, group in groupby(rows, key=itemgetter(0)):
-        same = [values for _, values in group]
-        names = dict.fromkeys(name for values in same for name in values)
-        yield step, {name: sum(each.get(name, 0.0) for each in same) / len(same) for name in names}
 
 
 def _steps(first: int, last: int) -> str:
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
-def _layers(rows: Sequence[Row], widths: NDArray[np.int_]) -> tuple[Layer, ...]:
-    """The layers of rows, each of which lasts for some steps, the largest category first."""
+def _layers(rows: Sequence[Row], widths: Numbers, starts: NDArray[np.int_]) -> tuple[Layer, ...]:
+    """Means over windows of rows that begin at ``starts``, the largest category first."""
     names = dict.fromkeys(name for _, values in rows for name in values)
-    heights = {name: np.array([values.get(name, 0.0) for _, values in rows]) for name in names}
-    spent = {name: float(widths @ values) for name, values in heights.items()}
-    total = sum(spent.values())
-    small = [n for n in names if n == OTHER or spent[n] <= _SMALLEST_SHARE * total]
-    other = sum((heights.pop(name) for name in small), np.zeros(len(rows)))
+    # Seconds of all steps of each row.
+    spent = {
+        name: widths * np.array([values.get(name, 0.0) for _, values in rows]) for name in names
+    }
+    total = sum(float(each.sum()) for each in spent.values())
+    small = [n for n in names if n == OTHER or spent[n].sum() <= _SMALLEST_SHARE * total]
+    other = sum((spent.pop(name) for name in small), np.zeros(len(rows)))
     if other.any():
-        heights[OTHER], spent[OTHER] = other, float(widths @ other)
+        spent[OTHER] = other
+    sizes = np.add.reduceat(widths, starts)
     return tuple(
         Layer(
             name,
             COLOURS[name],
-            heights[name].tolist(),
-            spent[name] / float(widths.sum()),
-            spent[name] / total,
+            (np.add.reduceat(seconds, starts) / sizes).tolist(),
+            float(seconds.sum() / widths.sum()),
+            float(seconds.sum() / total),
         )
-        for name in sorted(heights, key=lambda name: -spent[name])
+        for name, seconds in sorted(spent.items(), key=lambda item: -item[1].sum())
     )
 
 

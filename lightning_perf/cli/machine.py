@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
     from rich.table import Table
 
-    from lightning_perf.flops.peaks import DevicePeaks
+    from lightning_perf.flops import DevicePeaks
 
 #: Packages, and what the optional ones are for.
 _PACKAGES = {
@@ -100,8 +100,14 @@ def _supported() -> dict[str, SpecifierSet]:
 
 def _hardware() -> Iterator[Finding]:
     from lightning_perf.cgroup import usable_cpus
-    from lightning_perf.flops.measure import kept_file, kept_peaks, trusted_peak
-    from lightning_perf.flops.peaks import cuda_devices, device_name, lookup
+    from lightning_perf.flops import (
+        cuda_devices,
+        device_name,
+        kept_file,
+        kept_peaks,
+        lookup,
+        trusted_peak,
+    )
     from lightning_perf.system.gpus import nvidia_driver
 
     yield Finding("hardware", "CPU", f"{device_name('cpu')}, {usable_cpus()} usable")
@@ -241,8 +247,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "fl
 )
 def measure(dtype: str, device: str, json: bool) -> int:
     """Measure the peak of a device of this machine with a matrix product."""
-    from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops
-    from lightning_perf.flops.operators import tf32_is_on
+    from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops, tf32_is_on
 
     dtype = _DTYPES.get(dtype, dtype)
     _check_measurable(device, dtype)
@@ -268,8 +273,7 @@ def measure(dtype: str, device: str, json: bool) -> int:
 
 def _check_measurable(device: str, dtype: str) -> None:
     """Refuse a device or a dtype that does not exist."""
-    from lightning_perf.flops.measure import is_device, is_dtype
-    from lightning_perf.flops.peaks import cuda_devices
+    from lightning_perf.flops import cuda_devices, is_device, is_dtype
 
     if not is_dtype(dtype):
         known = [*_DTYPES, *_DTYPES.values(), "tf32"]

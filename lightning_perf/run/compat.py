@@ -12,8 +12,7 @@ import torch
 from typing_extensions import override
 
 from lightning_perf.core.progress import Limits, Ranks
-from lightning_perf.flops.peaks import device_name
-from lightning_perf.flops.shadow import is_compiled
+from lightning_perf.flops import device_name, is_compiled
 from lightning_perf.patches import MethodPatch
 from lightning_perf.tracking.summary import installed_version
 from lightning_perf.units import three_digits

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd import Variable
 from torchmetrics import Metric
 
-from lightning_perf.flops.shadow import is_compiled
+from lightning_perf.flops import is_compiled
 from lightning_perf.patches import MethodPatch, PatchSet, is_of_class
 from lightning_perf.run import compat
 from lightning_perf.timing.clock import NOTHING, Clock, SaveSpan, Span, SpanWithCallbacks

@@ -226,7 +226,7 @@ def test_functions_excluded_from_compilation_are_not_compiled():
 def test_the_compiler_is_not_imported():
     """Detection does not import torch's compiler, which takes a second."""
     code = (
-        "import sys; from torch import nn; from lightning_perf.flops.shadow import is_compiled; "
+        "import sys; from torch import nn; from lightning_perf.flops import is_compiled; "
         "assert not is_compiled(nn.Linear(2, 2)); assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
