@@ -12,15 +12,7 @@ from pathlib import Path, PurePosixPath
 from statistics import median
 from typing import TYPE_CHECKING
 
-from lightning_perf.cli import (
-    JSON,
-    TRACKING_URI,
-    Failure,
-    argument,
-    command,
-    flag,
-    print_json,
-)
+from lightning_perf.cli import Failure, print_json
 from lightning_perf.errors import describe, without_credentials
 from lightning_perf.files import check_own, walked
 from lightning_perf.terminal import new_console, say
@@ -42,31 +34,27 @@ if TYPE_CHECKING:
 _MOST_SHOWN = 5
 
 
-@command(
-    argument("file", "The trace to summarize: .json or .json.gz.", nargs="?"),
-    argument(
-        "--combine",
-        "Merge the traces of this folder, or of a run's id or name in MLflow.",
-        metavar="FOLDER|RUN",
-    ),
-    argument("--output -o", "The file to write.", default="all.json.gz"),
-    argument(
-        "--window",
-        "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz, and "
-        "validate/12 for that of validation.",
-    ),
-    TRACKING_URI,
-    JSON,
-)
 def trace(
-    file: str | None,
-    json: bool,
-    combine: str | None,
-    output: str,
-    window: str | None,
-    tracking_uri: str | None,
+    file: str | None = None,
+    *,
+    combine: str | None = None,
+    output: str = "all.json.gz",
+    window: str | None = None,
+    tracking_uri: str | None = None,
+    json: bool = False,
 ) -> int:
-    """Summarize a trace of the PyTorch profiler, or merge those of all ranks into one for Perfetto."""  # noqa: E501
+    """Summarize a trace of the PyTorch profiler, or merge those of all ranks for Perfetto.
+
+    Args:
+        file: The trace to summarize: .json or .json.gz.
+        combine (FOLDER|RUN): Merge the traces of this folder, or of a run's id or name in MLflow.
+        output (FILE): The file to write.
+        window: Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz, and
+            validate/12 for that of validation.
+        tracking_uri (ADDRESS): The MLflow tracking address; by default MLFLOW_TRACKING_URI, or
+            ./mlflow.db.
+        json: Print JSON.
+    """
     from lightning_perf.traces.events import TraceError
 
     if file is not None and Path(file).is_dir():
@@ -207,41 +195,32 @@ def _show_collectives(console: Console, collectives: Sequence[Collective], ranks
 _MISSING = "the file is missing; --forget-missing removes it from the list"
 
 
-@command(
-    argument("folder", "The folder to search for lists, with subfolders.", nargs="?", default="."),
-    argument(
-        "--tracking-uri",
-        "The MLflow tracking address to use instead of the listed one, for example with a "
-        "password; by default MLFLOW_TRACKING_URI, or ./mlflow.db. It gets your credentials.",
-    ),
-    argument(
-        "--to",
-        "Also send what is listed for this place, such as s3://bucket or file:///mnt/traces, or "
-        "below it. May be repeated. Only for lists that you trust.",
-        metavar="URL",
-        action="append",
-    ),
-    flag("--forget-missing", "Remove missing files from the lists."),
-    flag(
-        "--outside",
-        "Also upload files outside of the folder of their list. Only for lists that you "
-        "trust: they could name any of your files.",
-    ),
-    JSON,
-)
 def upload(
-    folder: str,
-    tracking_uri: str | None,
-    forget_missing: bool,
-    json: bool = False,
+    folder: str = ".",
+    *,
+    tracking_uri: str | None = None,
+    to: list[str] | None = None,
+    forget_missing: bool = False,
     outside: bool = False,
-    to: Sequence[str] | None = None,
+    json: bool = False,
 ) -> int:
     """Upload the files listed in pending_uploads.jsonl, each to its MLflow run or store.
 
     Files go only to the tracking server that --tracking-uri or MLFLOW_TRACKING_URI names, and to
     the places of --to; for others, the message says which option to add. The lists contain no
     passwords; those of stores are read from fsspec's settings, or from the URL of --to.
+
+    Args:
+        folder: The folder to search for lists, with subfolders.
+        tracking_uri (ADDRESS): The MLflow tracking address to use instead of the listed one, for
+            example with a password; by default MLFLOW_TRACKING_URI, or ./mlflow.db. It gets your
+            credentials.
+        to (URL): Also send what is listed for this place, such as s3://bucket or
+            file:///mnt/traces, or below it. May be repeated. Only for lists that you trust.
+        forget_missing: Remove missing files from the lists.
+        outside: Also upload files outside of the folder of their list. Only for lists that you
+            trust: they could name any of your files.
+        json: Print JSON.
     """
     if not Path(folder).is_dir():
         raise Failure(f"there is no folder {folder}")

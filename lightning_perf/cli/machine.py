@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.checks import install_command
-from lightning_perf.cli import JSON, Failure, argument, command, flag, print_json
+from lightning_perf.cli import Failure, print_json
 from lightning_perf.errors import ConfigError, closest, without_credentials
 from lightning_perf.terminal import new_console
 
@@ -48,11 +48,13 @@ class Finding(NamedTuple):
     state: str = "ok"
 
 
-@command(JSON)
-def doctor(json: bool) -> int:
+def doctor(*, json: bool = False) -> int:
     """Check versions, devices, permissions and the tracking server.
 
     Says which feature lacks which package.
+
+    Args:
+        json: Print JSON.
     """
     findings = [*_packages(), *_hardware(), *_setup()]
     if json:
@@ -176,14 +178,13 @@ _COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
 _BUDGET_SECONDS = 1.0
 
 
-@command(
-    argument(
-        "name", "A device name as in torch, or a part of it; also shows the sources.", nargs="?"
-    ),
-    flag("--json", "Print JSON, in FLOP/s."),
-)
-def devices(name: str | None, json: bool) -> int:
-    """Show the dense peaks of devices, by dtype."""
+def devices(name: str | None = None, *, json: bool = False) -> int:
+    """Show the dense peaks of devices, by dtype.
+
+    Args:
+        name: A device name as in torch, or a part of it; also shows the sources.
+        json: Print JSON, in FLOP/s.
+    """
     from lightning_perf.flops import table
 
     rows = table() if name is None else _named(name)
@@ -240,13 +241,14 @@ def _teraflops(value: float | None) -> str:
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-@command(
-    argument("--dtype", "Operand dtype, such as bfloat16 or bf16.", default="float32"),
-    argument("--device", "The device, as a torch name: cpu, cuda, cuda:1.", default="cpu"),
-    flag("--json", "Print JSON, in FLOP/s."),
-)
-def measure(dtype: str, device: str, json: bool) -> int:
-    """Measure the peak of a device of this machine with a matrix product."""
+def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) -> int:
+    """Measure the peak of a device of this machine with a matrix product.
+
+    Args:
+        dtype: Operand dtype, such as bfloat16 or bf16.
+        device: The device, as a torch name: cpu, cuda, cuda:1.
+        json: Print JSON, in FLOP/s.
+    """
     from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops, tf32_is_on
 
     dtype = _DTYPES.get(dtype, dtype)
