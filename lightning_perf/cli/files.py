@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.cli import Failure, print_json
 from lightning_perf.errors import describe, without_credentials
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from lightning_perf.traces.combine import Collective, RankTrace
+    from lightning_perf.traces.combine import Collective
 
 #: Collectives that are shown.
 _MOST_SHOWN = 5
@@ -138,15 +138,11 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         print_json({
             "file": str(target), "events": events, "missing_ranks": missing,
             "ranks": [
-                {"rank": trace.rank, "clock_shift_us": _shift(trace, traces[0]),
+                {"rank": trace.rank, "clock_shift_us": trace.correction,
                  "residual_error_us": trace.error}
                 for trace in traces
             ],
-            "collectives": [
-                {"name": collective.name, "number": collective.number, "last_rank": collective.last,
-                 "waited_us": collective.waited}
-                for collective in collectives
-            ],
+            "collectives": [collective._asdict() for collective in collectives],
         })  # fmt: skip
         return
     console = new_console()
@@ -159,16 +155,11 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         if trace.error is None:
             console.print(f"rank {trace.rank}: nothing in common with rank 0, clock as it is")
             continue
-        shift = abs(_shift(trace, traces[0]))
-        text = f"shifted by {duration(shift / 1e6)}" if shift else "not shifted"
+        shift = abs(trace.correction) / 1e6
+        text = f"shifted by {duration(shift)}" if shift else "not shifted"
         error = duration(trace.error / 1e6)
         console.print(f"rank {trace.rank}: clock {text}, residual error {error}")
     _show_collectives(console, collectives, len(traces))
-
-
-def _shift(trace: RankTrace, first: RankTrace) -> float:
-    """Microseconds by which a rank's clock was shifted."""
-    return trace.shift - (trace.base - first.base)
 
 
 def _show_collectives(console: Console, collectives: Sequence[Collective], ranks: int) -> None:
@@ -179,11 +170,15 @@ def _show_collectives(console: Console, collectives: Sequence[Collective], ranks
         return
     table = Table("collective", "last rank", "the others waited (median)", title="Longest waits")
     for collective in collectives[:_MOST_SHOWN]:
-        others = [wait for rank, wait in collective.waited.items() if rank != collective.last]
+        others = [
+            wait for rank, wait in collective.waited_us.items() if rank != collective.last_rank
+        ]
         waited = duration(median(others) / 1e6)
-        table.add_row(f"{collective.name} #{collective.number}", f"rank {collective.last}", waited)
+        table.add_row(
+            f"{collective.name} #{collective.number}", f"rank {collective.last_rank}", waited
+        )
     console.print(table)
-    ((most, times),) = Counter(collective.last for collective in collectives).most_common(1)
+    ((most, times),) = Counter(collective.last_rank for collective in collectives).most_common(1)
     share = times / len(collectives)
     console.print(
         f"Rank {most} came last to {share:.0%} of {len(collectives)} collectives of {ranks} ranks."
@@ -302,7 +297,7 @@ class _NamedPlaces:
             store = store_target(url)
             if store is None:
                 return "its entry names no store"
-            return _Destination(store.send, _base(address[STORE]))
+            return _Destination(store.send, [_base(address[STORE])])
         own_server = True
         if "tracking_uri" in address:
             listed = address["tracking_uri"]
@@ -321,20 +316,20 @@ class _NamedPlaces:
         if tracker is None:
             return "its entry names no run that an installed tracker knows"
         if not isinstance(tracker, MlflowRun):
-            places = (f"{key}://{value}" for key, value in sorted(address.items()))
-            destination = _Destination(tracker.upload_later, *places)
+            places = [f"{key}://{value}" for key, value in sorted(address.items())]
+            destination = _Destination(tracker.upload_later, places)
             return self.refuse(destination, "") or tracker.problem() or destination
         if problem := tracker.problem():
             return problem
         place = tracker.files_place(own_server)
-        named = [] if own_server else [f"file://{Path.cwd()}"]
-        return _Destination(tracker.upload_later, place, named=named)
+        known = [] if own_server else [f"file://{Path.cwd()}"]
+        return _Destination(tracker.upload_later, [place], known)
 
     def refuse(self, destination: _Destination, remote: str) -> str:
         """Why a file may not be sent; empty if it may."""
         for place in destination.places:
             whole = f"{place}/{remote.lstrip('/')}"
-            named = (*self._to, *destination.named)
+            named = (*self._to, *destination.known)
             if place and not any(_is_below(whole, each) for each in named):
                 local = _folder_of(whole)
                 try_this = f"file://{local.parent}" if local else place
@@ -345,13 +340,14 @@ class _NamedPlaces:
         return ""
 
 
-class _Destination:
-    """Where files are sent, the URLs that must be named for that (or empty), and known ones."""
+class _Destination(NamedTuple):
+    """Where files are sent."""
 
-    def __init__(
-        self, send: Callable[[Path, str], None], *places: str, named: Sequence[str] = ()
-    ) -> None:
-        self.send, self.places, self.named = send, places, named
+    send: Callable[[Path, str], None]
+    #: The URLs below which they are sent; those that are not empty must be named.
+    places: Sequence[str]
+    #: URLs that need not be named.
+    known: Sequence[str] = ()
 
 
 def _base(url: str) -> str:

@@ -71,8 +71,9 @@ class RankTrace:
     steps: dict[str, list[Marker]] = field(default_factory=dict)
     #: Microseconds to which the file's times are relative.
     base: float = 0.0
-    #: Added to the times of this rank.
+    #: Added to the times of this rank, and the part of it that corrects its clock.
     shift: float = 0.0
+    correction: float = 0.0
     #: The remaining error of the clock, in microseconds; None if the ranks share no event.
     error: float | None = None
 
@@ -84,8 +85,8 @@ class Collective(NamedTuple):
     #: Its number among the collectives of its name in the window.
     number: int
     #: The rank that arrived last, and microseconds that the others waited, by rank.
-    last: int
-    waited: Mapping[int, float]
+    last_rank: int
+    waited_us: Mapping[int, float]
 
 
 def _is_named(window: str, place: Path, rest: str) -> bool:
@@ -225,7 +226,8 @@ def align(traces: Sequence[RankTrace]) -> None:
         elif abs(offset) <= least:
             trace.error = max(abs(offset), spread)
         else:
-            trace.shift -= offset
+            trace.correction = -offset
+            trace.shift += trace.correction
             trace.error = spread
 
 
@@ -291,7 +293,7 @@ def collectives(traces: Sequence[RankTrace]) -> list[Collective]:
         last = max(starts, key=starts.__getitem__)
         waited = {rank: starts[last] - start for rank, start in starts.items()}
         waits.append(Collective(name, number, last, waited))
-    return sorted(waits, key=lambda wait: -max(wait.waited.values()))
+    return sorted(waits, key=lambda wait: -max(wait.waited_us.values()))
 
 
 def write(
