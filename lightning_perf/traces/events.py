@@ -9,6 +9,7 @@ from array import array
 from codecs import getincrementaldecoder
 from dataclasses import dataclass
 from enum import IntEnum
+from gzip import BadGzipFile, GzipFile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.files import opened
@@ -25,8 +26,8 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: Rounding may make a call end this many nanoseconds after its caller: one for each of the two.
 _SLACK = 2
 
-#: Bytes per read, of a file and of a gzipped one.
-_CHUNK, _PACKED_CHUNK = 1 << 20, 1 << 16
+#: Bytes per read.
+_CHUNK = 1 << 20
 #: Characters of the longest event; a file with a longer one is damaged or no trace.
 _MOST_CHARACTERS = 1 << 22
 #: A gzipped file may have this many bytes, and so many times its own. Of traces it is 10 to 30
@@ -37,7 +38,7 @@ _HEAD = (
     "baseTimeNanoseconds", "batch", "host_name", "run_name", "stage", "viztracer_metadata",
     "world_size",
 )  # fmt: skip
-_GZIPPED, _GZIP_FORMAT = b"\x1f\x8b", 31
+_GZIPPED = b"\x1f\x8b"
 #: Times beyond this (microseconds) do not fit into 64 bits as nanoseconds.
 _LATEST = 9e15
 #: NaN and Infinity, which no other reader of JSON takes, become null.
@@ -97,26 +98,20 @@ def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
 
 def _texts(path: Path) -> Iterator[str]:
     """The text of a file in pieces; of a truncated gzipped file, all that can be read."""
-    decode = getincrementaldecoder("utf-8")().decode
-    with opened(path) as file:
-        packed = file.peek(2).startswith(_GZIPPED)
-        unpack, unpacked = zlib.decompressobj(_GZIP_FORMAT), 0
-        while piece := file.read(_PACKED_CHUNK if packed else _CHUNK):
-            try:
-                more = packed
-                while more:
-                    content = unpack.decompress(piece, _CHUNK)
-                    unpacked += len(content)
-                    if unpacked > max(_UNPACKED, _RATIO * file.tell()):
-                        raise CutShort(f"{path} unpacks to more than {_RATIO} times its size")
-                    yield decode(content)
-                    piece = unpack.unconsumed_tail or unpack.unused_data
-                    if unpack.eof:  # gzipped files may be concatenated
-                        unpack = zlib.decompressobj(_GZIP_FORMAT)
-                    more = bool(piece) or len(content) == _CHUNK
-                yield decode(piece)
-            except (zlib.error, UnicodeDecodeError) as error:
-                raise CutShort(f"{path} is damaged ({error})") from error
+    decode, size = getincrementaldecoder("utf-8")().decode, 0
+    with opened(path) as raw:
+        file = GzipFile(fileobj=raw) if raw.peek(2).startswith(_GZIPPED) else raw
+        try:
+            # Not more than one call of the decompressor: an error in the next one loses nothing.
+            while content := file.read1(_CHUNK):
+                size += len(content)
+                if size > max(_UNPACKED, _RATIO * raw.tell()):
+                    raise CutShort(f"{path} unpacks to more than {_RATIO} times its size")
+                yield decode(content)
+        except EOFError:  # the gzipped file is cut short, and with it the text
+            return
+        except (BadGzipFile, zlib.error, UnicodeDecodeError) as error:
+            raise CutShort(f"{path} is damaged ({error})") from error
 
 
 class _Buffer:
