@@ -24,7 +24,7 @@ from lightning_perf.tracking.tracker import STORE, check_store, store_target
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
@@ -222,7 +222,9 @@ def upload(
     send = partial(_send, outside=outside, places=_NamedPlaces(tracking_uri, to or ()))
     forgotten = _MISSING if forget_missing else ""
     sent, unread = list[tuple[str, str]](), list[OSError]()
-    places = [*_places(folder, unread.append)]
+    # Hidden folders belong to other tools and may be large.
+    below = walked(Path(folder), enters=lambda name: name[0] != ".", failed=unread.append)
+    places = [place for place, files in below if any(file.startswith(FILE_NAME) for file in files)]
     for place in places:
         try:
             sent += _send_all(place, send, forgotten)
@@ -266,14 +268,6 @@ def _send_all(
             else:
                 left[key] = replace(entry, error=error)
     return sent
-
-
-def _places(folder: str, failed: Callable[[OSError], None]) -> Iterator[Path]:
-    """The folders with lists; those that cannot be read are given to a function."""
-    # Hidden folders belong to other tools and may be large.
-    for place, files in walked(Path(folder), enters=lambda name: name[0] != ".", failed=failed):
-        if any(name.startswith(FILE_NAME) for name in files):
-            yield place
 
 
 class _NamedPlaces:
