@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 UNITS = "ep ba step sp tok sec dur, or 1h20m40s"
 
 #: Words for units: the unit of `Time`, and how many of it one is.
-_UNITS = [
+_UNITS: list[tuple[str, str, int | Fraction]] = [
     ("ep epoch", "ep", 1),
     ("ba batch it iter iteration minibatch", "ba", 1),
     ("step update", "step", 1),
