@@ -55,25 +55,20 @@ def trace(
             ./mlflow.db.
         json: Print JSON.
     """
-    from lightning_perf.traces.events import TraceError
-
     if file is not None and Path(file).is_dir():
         raise Failure(f"{file} is a folder. Try --combine {file}, or one of its files")
-    try:
-        if file is not None and combine is None:
-            _summarize(Path(file), json)
-        elif file is None and combine is not None:
-            with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-                target = Path(output)
-                # The user's own link; not /dev/stdout, which may be one to a file of the shell.
-                if target.is_symlink() and not target.is_relative_to("/dev"):
-                    target = target.resolve()
-                check_own(target)  # before seconds of reading: a device is not replaced
-                _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)
-        else:
-            raise Failure("name either a trace or --combine FOLDER")
-    except TraceError as error:
-        raise Failure(error) from error
+    if file is not None and combine is None:
+        _summarize(Path(file), json)
+    elif file is None and combine is not None:
+        with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
+            target = Path(output)
+            # The user's own link; not /dev/stdout, which may be one to a file of the shell.
+            if target.is_symlink() and not target.is_relative_to("/dev"):
+                target = target.resolve()
+            check_own(target)  # before seconds of reading: a device is not replaced
+            _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)
+    else:
+        raise Failure("name either a trace or --combine FOLDER")
     return 0
 
 

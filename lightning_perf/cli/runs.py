@@ -127,7 +127,7 @@ def compare(
             ./mlflow.db.
         json: Print JSON.
     """
-    from lightning_perf.diagnosis.compare import Incomparable, Measured, compare
+    from lightning_perf.diagnosis.compare import Measured, compare
     from lightning_perf.tracking.runs import find_run
     from lightning_perf.tracking.summary import main_stage
 
@@ -142,10 +142,7 @@ def compare(
         if stage != about:
             raise Failure(f"{run} is about {about}, and {name} about {stage}")
     measured = [Measured(name, stages[name][1]) for name in [run, *baselines]]
-    try:
-        comparison = compare(measured[0], measured[1:])
-    except Incomparable as error:
-        raise Failure(error) from error
+    comparison = compare(measured[0], measured[1:])
     shared = [f"{name}: {found.note} ({found.title})" for name, found in runs.items() if found.note]
     notes = [*comparison.notes, *shared, *_other_setup(summaries)]
     slower = None if limit is None else comparison.slower_than(limit)

@@ -38,7 +38,7 @@ _SPACE = re.compile(r"[\s,]*")
 _MARK = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 
-class TraceError(ValueError):
+class TraceError(LookupError):
     """A file that is not a trace; the message says why, in one line."""
 
 
