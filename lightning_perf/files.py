@@ -123,26 +123,19 @@ def walked(
     Links are among these names. ``enters`` is asked for the name of each folder below. What is left
     out is given to ``failed``: folders that cannot be read, and those beyond the limits.
     """
-    waiting, entries = [(root, 0)], 0
-    while waiting:
-        folder, level = waiting.pop()
-        names, below = list[str](), list[str]()
-        try:
-            with os.scandir(folder) as found:
-                for entry in found:
-                    entries += 1
-                    (below if entry.is_dir(follow_symlinks=False) else names).append(entry.name)
-                    if entries > _MOST_ENTRIES:
-                        raise OSError(E2BIG, f"more than {_MOST_ENTRIES:,} files", str(root))
-            below = sorted(filter(enters, below), reverse=True)
-            if below and level == levels:
-                raise OSError(ENAMETOOLONG, f"deeper than {levels} folders", str(folder))
-            waiting += [(folder / name, level + 1) for name in below]
-        except OSError as error:
-            failed(error)
-            if error.errno == E2BIG:
-                waiting.clear()
-        yield folder, sorted(names)
+    entries = 0
+    for path, below, names in os.walk(root, onerror=failed):
+        folder = Path(path)
+        entries += len(below) + len(names)
+        links = {name for name in below if (folder / name).is_symlink()}
+        below[:] = sorted(name for name in below if name not in links and enters(name))
+        if below and len(folder.relative_to(root).parts) == levels:
+            failed(OSError(ENAMETOOLONG, f"deeper than {levels} folders", path))
+            below.clear()
+        yield folder, sorted([*names, *links])
+        if entries > _MOST_ENTRIES:
+            failed(OSError(E2BIG, f"more than {_MOST_ENTRIES:,} files", str(root)))
+            return
 
 
 def files_below(root: Path) -> Iterator[Path]:

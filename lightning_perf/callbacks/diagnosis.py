@@ -37,7 +37,6 @@ from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
 from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.timing.totals import Action, Cost
-from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.names import folder_format
 
 if TYPE_CHECKING:
@@ -352,7 +351,7 @@ class Diagnosis(WindowCallback):
         try:
             return self._capture.trace_summary()
         except Exception as error:
-            return str(error) if isinstance(error, LookupError | TraceError) else describe(error)
+            return str(error) if isinstance(error, LookupError) else describe(error)
 
     @override
     def summary_sections(self) -> Mapping[str, object]:

@@ -31,7 +31,7 @@ _WHOLE, _TIMED = ("step", "whole"), ("step", "timed")
 _KINDS, _RATIOS = ("step", "phase", "culprit", "rate"), ("step", "rate")
 
 
-class Incomparable(ValueError):
+class Incomparable(LookupError):
     """Runs that cannot be compared; the message says why, in one line."""
 
 

@@ -27,8 +27,7 @@ from typing import Any, TextIO
 
 from lightning_perf.charts.memory import history, memory_page, of_points, segments
 from lightning_perf.files import write_text
-from lightning_perf.traces.events import read
-from lightning_perf.traces.operators import key_averages, table
+from lightning_perf.traces.tables import key_averages, read, table
 from lightning_perf.units import bytes_text
 
 #: Source lines in each table of memory.
