@@ -237,9 +237,9 @@ def _copy(module: Any, batch: Any) -> tuple[Any, Any, dict[int, Any]]:
     shadow, fake = deepcopy((module, batch), copies)
     for part in shadow.modules():
         _uncompile(part, copies)
-        if isinstance(part, torch.nn.modules.batchnorm._NormBase):
-            # Without momentum it averages by a tensor's value, which a shadow does not have.
-            part.momentum = part.momentum or 0.0
+        if hasattr(part, "num_batches_tracked"):
+            # A batch norm without momentum reads a tensor's value, which a shadow does not have.
+            vars(part)["momentum"] = vars(part).get("momentum") or 0.0
     return shadow, fake, copies
 
 

@@ -126,9 +126,10 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     evidence: dict[str, float | str] = {
         "collections": count, "seconds_per_collection": per_collection, "mostly_in": most.name,
     }  # fmt: skip
-    culprit = (most.name, most.category) if share >= _ALMOST_ALL else (None, None)
+    named = share >= _ALMOST_ALL
+    culprit, phase = (most.name, most.category) if named else (None, None)
     yield Impact(
-        seconds, events, *culprit, evidence=evidence, advice=advice,
+        seconds, events, culprit, phase, evidence=evidence, advice=advice,
         certain=1 - 1 / count,  # a single one may not come again
         within={name: kept * values for name, values in signals.within(rows).items()},
     )  # fmt: skip
