@@ -44,9 +44,10 @@ _CONTEXTS = {
 }
 #: The first training batches may be skipped; other stages may have no products at all.
 _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
-#: Batches of known shapes before some are counted again. With manual optimization one batch often
-#: trains another network than the next one; with automatic optimization short runs have one count.
-_RECOUNT = {False: 0, True: 16}
+#: Batches of known shapes between the first one that is counted again and the others. With manual
+#: optimization one batch often trains another network than the next one; otherwise short runs have
+#: two counts.
+_PAUSE = {False: 0, True: 16}
 #: Batches after which an epoch of training or the end of a validation has one counted again.
 _CHECKED_EVERY = 200
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
@@ -177,10 +178,10 @@ class FlopMeter:
         """Return the costs of this stage, of its trainable parameters and its data loader."""
         train = self._stage == "train"
         trainable = tuple(each.requires_grad for each in self.module.parameters())
-        after = _RECOUNT[self.module.automatic_optimization or not train]
+        pause = _PAUSE[self.module.automatic_optimization or not train]
         loader = 0 if train else self._loader
         key = self._stage, trainable, loader, compat.skips_backward(self._trainer)
-        cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage], after))
+        cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage], pause))
         if train and (done := compat.batches_seen(self._trainer)[0]) >= self._checked_from:
             self._checked_from = done + _CHECKED_EVERY
             cache.check()

@@ -622,6 +622,20 @@ def test_collections_are_not_attributed_to_the_interrupted_callback() -> None:
     assert verdict.culprit == "Plots.on_train_batch_end"
 
 
+def test_collections_during_several_hooks_have_no_culprit() -> None:
+    """The share of the verdict is that of all collections; the advice has the hook's own."""
+    signals = signals_of(
+        {**FINE, "callbacks": 0.01, "forward": 0.01},
+        named={
+            Action("gc", "callbacks", "Plots.on_train_batch_end"): every(0.06, 5),
+            Action("gc", "forward", "training_step"): every(0.04, 5),
+        },
+    )
+    (verdict,) = (one for one in diagnose(signals).verdicts if one.code == "gc-pauses")
+    assert (verdict.culprit, verdict.phase) == (None, None)
+    assert "60% of the time is during Plots.on_train_batch_end." in verdict.advice
+
+
 @pytest.mark.parametrize(
     ("loading", "forward", "severity"),
     [
