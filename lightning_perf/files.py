@@ -62,7 +62,7 @@ def opened(path: Path) -> BufferedReader:
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """The content of a file; raises `OSError` if it cannot be read or has more bytes."""
     with opened(path) as file:
-        content = file.read(most + 1)
+        content = file.read(most + 1) or b""  # None: one of the kernel's files that waits
     if len(content) > most:
         raise OSError(EFBIG, f"Larger than {most:,} bytes", str(path))
     return content
@@ -190,8 +190,12 @@ def gzipped_whole(target: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as UTF-8, with escapes for what a name on the disk may have besides."""
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    """Write a text as UTF-8, with escapes for what a name on the disk may have besides.
+
+    Part of a text, as on a full disk, would take the space that training needs.
+    """
+    with written_whole(path, durable=False) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def compress(source: Path, target: Path) -> None:
@@ -214,7 +218,7 @@ def place(source: Path, target: Path, *, durable: bool = True) -> None:
 def appended(path: Path) -> BinaryIO:
     """Open a file to append to it, unbuffered, and not through a link, which may point anywhere."""
     how = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    return os.fdopen(_open_regular(str(path), how), "ab", buffering=0)
+    return os.fdopen(_open_regular(str(path), how), "ab+", buffering=0)
 
 
 @contextmanager
