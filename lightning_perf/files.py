@@ -222,23 +222,24 @@ def appended(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def limited(most: int) -> Iterator[None]:
+def limited(most: int, what: str = "FSIZE") -> Iterator[None]:
     """Let this process write no file beyond so many bytes: that raises `OSError`, anywhere.
 
-    Windows has no such limit.
+    With ``"DATA"``, let it take no more memory (`MemoryError`). Windows has no such limits.
     """
     try:
         import resource
     except ImportError:
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kind = getattr(resource, f"RLIMIT_{what}")
+    soft, hard = resource.getrlimit(kind)
     least = min(each for each in (most, soft, hard) if each != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (least, hard))
+    resource.setrlimit(kind, (least, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(kind, (soft, hard))
 
 
 def check_own(path: Path) -> None:

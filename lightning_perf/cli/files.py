@@ -247,6 +247,8 @@ def upload(
         raise Failure(f"there is no folder {folder}")
     send = partial(_send, outside=outside, places=_NamedPlaces(tracking_uri, to or ()))
     forgotten = _MISSING if forget_missing else ""
+    # Otherwise the server decides for how many days MLflow waits before it tries again.
+    os.environ.setdefault("MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER", "false")
     sent, unread = list[tuple[str, str]](), list[OSError]()
     places = [*_places(folder, unread.append)]
     for place in places:
