@@ -51,7 +51,7 @@ def new_tracker(path: Path, options: Mapping[str, Any]) -> Any:
 
 
 def start(tracker: Any) -> None:
-    """Start a ``memray.Tracker``; RuntimeError if another one records, OSError on a full disk."""
+    """Start a ``memray.Tracker``; RecorderBusy if another one records, OSError on a full disk."""
     global _recording
     # On a thread with an empty stack: memray notes the depth of the stack where it is entered, and
     # its readers cut as many frames off every stack of the main thread.
@@ -60,7 +60,7 @@ def start(tracker: Any) -> None:
             pool.submit(tracker.__enter__).result()
         except RuntimeError as error:
             if "more than one" in str(error):
-                raise
+                raise RecorderBusy("Memray", "another memray tracker", tools.REMOVE_ONE) from error
             stop(tracker)  # memray leaves its hooks behind, with which it can never start again
             raise OSError(str(error)) from error
     _recording = tracker
@@ -194,12 +194,10 @@ class Memray(RecordsChildren):
             self._children.open(path)
         try:
             start(tracker)
-        except (RuntimeError, OSError) as error:
+        except BaseException:
             path.unlink(missing_ok=True)
             self.shut_children()
-            if isinstance(error, OSError):
-                raise
-            raise RecorderBusy("Memray", "another memray tracker", tools.REMOVE_ONE) from error
+            raise
         yield None
         stop(tracker)
         return Recorded(further=self._further_of(path, context))
