@@ -43,6 +43,7 @@ PACKAGE = Path(__file__).parent.parent / "lightning_perf"
 IN_PLACE: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "zeros": lambda path: path.symlink_to("/dev/zero"),
+    "kernel": lambda path: path.symlink_to("/proc/kmsg"),  # only root may, whom a read gives None
     "folder": Path.mkdir,
     "loop": lambda path: path.symlink_to(path),
     "gone": lambda path: path.symlink_to(path.parent / "nowhere"),

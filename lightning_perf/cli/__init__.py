@@ -14,7 +14,7 @@ from inspect import Parameter, cleandoc, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.checks import install_command
-from lightning_perf.errors import PerfWarning, did_you_mean
+from lightning_perf.errors import PerfWarning, did_you_mean, redacted
 from lightning_perf.terminal import say
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def _run(args: Sequence[str]) -> int:
         why = str(error).rstrip(".")
         if isinstance(error, OSError) and error.filename:
             why = f"{error.filename}: {error.strerror}"
+        why = redacted(why)  # it may name an address as the run
         say(f"lightning-perf {name}: {why}{'' if why.endswith('?') else '.'}", file=sys.stderr)
         code = error.code if isinstance(error, Failure) else 2
     return code

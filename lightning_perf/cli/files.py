@@ -216,6 +216,8 @@ def upload(
         raise Failure(f"there is no folder {folder}")
     send = partial(_send, outside=outside, places=_NamedPlaces(tracking_uri, to or ()))
     forgotten = _MISSING if forget_missing else ""
+    # Otherwise the server decides for how many days MLflow waits before it tries again.
+    os.environ.setdefault("MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER", "false")
     sent, unread = list[tuple[str, str]](), list[OSError]()
     # Hidden folders belong to other tools and may be large.
     below = walked(Path(folder), enters=lambda name: name[0] != ".", failed=unread.append)

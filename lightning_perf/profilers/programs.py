@@ -128,7 +128,7 @@ def merge(target: Path, others: Sequence[Path]) -> None:
         )
         if part["viztracer_metadata"].get("overflow"):
             whole["viztracer_metadata"]["overflow"] = True
-    target.write_text(json.dumps(whole))
+    write_text(target, json.dumps(whole))
 
 
 def read_packed(packed: Path) -> dict[str, Any]:

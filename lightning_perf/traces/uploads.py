@@ -131,8 +131,8 @@ def _append(path: Path, line: bytes) -> None:
     for _ in range(3):
         with appended(path) as file:
             # A line that a full disk cut must not spoil this one.
-            size = os.fstat(file.fileno()).st_size
-            start = b"\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else b""
+            file.seek(max(file.tell() - 1, 0))
+            start = b"" if file.read(1) in (b"", b"\n") else b"\n"
             # A single write, so that lines of several ranks do not mix.
             whole = start + line + b"\n"
             if file.write(whole) < len(whole):

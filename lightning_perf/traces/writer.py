@@ -222,6 +222,8 @@ class TraceWriter:
         try:
             yield
         except Exception as error:
+            if self._options.optional:
+                self.discard(trace.spooled)
             kept = next(filter(os.path.lexists, (*_left(trace.spooled), trace.path)), None)
             where = "no file is left" if kept is None else f"see {kept}"
             message = f"{trace.path} was not finished ({describe(error)}); {where}."
