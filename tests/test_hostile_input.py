@@ -40,6 +40,7 @@ from lightning_perf.traces.uploads import (
     PendingUpload,
     append_pending,
 )
+from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.runs import read_folder
 from lightning_perf.tracking.summary import SummaryError, description, panel, read_summary
 
@@ -121,6 +122,7 @@ def test_a_damaged_summary_is_refused_or_shown(
         return
     Console(file=io.StringIO()).print(panel(run.summary))
     assert isinstance(description(run.summary), str)
+    assert report_page(run.summary)
 
 
 class Enough(Exception):

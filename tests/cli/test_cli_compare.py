@@ -158,7 +158,7 @@ def written(folder: Path, content: str | dict[str, Any]) -> str:
     [
         ("", "there is no"), ("{", "is cut short or no JSON"), ("[]", "is not a summary"),
         ('{"version": 99}', "has version 99"), ({"test": WHOLE}, "is about"),
-        ({"train": {**WHOLE, "windows": {"batches": "x"}}}, "the windows of"),
+        ({"train": {**WHOLE, "windows": {"batches": "x"}}}, "is not a list"),
         ({"train": WHOLE}, "has no windows"), ({}, "has no windows"),
     ],
 )  # fmt: skip
