@@ -288,7 +288,7 @@ def test_no_control_character_of_a_file_reaches_the_terminal(
     content = json.loads((run_folder / "summary.json").read_text())
     window = content["stages"]["train"]["whole_run"]
     window["timings"] = {EVIL: sum(window["timings"].values())}
-    content |= {"run": EVIL, "culprits": [{"name": EVIL, "share": 0.5, "calls": 1}]}
+    content |= {"run": EVIL, "culprits": [{"name": EVIL, "seconds": 1.0, "share": 0.5, "calls": 1}]}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text(json.dumps(content))
     (tmp_path / "run" / f"{EVIL.replace('/', '')}.html").touch()

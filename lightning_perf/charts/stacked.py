@@ -28,8 +28,6 @@ from lightning_perf.units import duration, three_digits, time_unit
 Row: TypeAlias = tuple[int, Mapping[str, float]]
 Numbers: TypeAlias = NDArray[np.float64]
 
-#: More points would be drawn over one another.
-MAX_POINTS = 500
 #: Categories with a smaller share join "other".
 _SMALLEST_SHARE = 0.005
 #: In charts of at least `_FEWEST_ROWS`, values above `_PEAK` times this percentile are cut off.
@@ -51,13 +49,10 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
     steps, begins, counts = np.unique(ends, return_index=True, return_counts=True)
     # Rows of the same step share it.
     widths = (np.diff(steps, prepend=first - 1) / counts).repeat(counts)
-    kept = np.unique(np.linspace(0, len(steps), MAX_POINTS, endpoint=False, dtype=int))
-    layers = _layers(rows, widths, begins[kept])
-    lasts = [int(step) for step in steps[np.append(kept[1:], len(steps)) - 1]]
+    layers = _layers(rows, widths, begins)
+    lasts = [int(step) for step in steps]
     firsts = [first, *(step + 1 for step in lasts)]
     top, cut = _top(lasts, sum((np.array(layer.values) for layer in layers), np.zeros(len(lasts))))
-    merged = len(rows) / len(lasts)
-    averaged = f"Each window is the mean of about {merged:.3g} reports." if merged > 1 else ""
     mean = duration(sum(layer.amount for layer in layers))
     summary = f"{mean} per batch on average, {_steps(first, lasts[-1])}"
     axis = ticks(first - 0.5, lasts[-1] + 0.5)
@@ -73,7 +68,7 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
         y_label=" per batch",
         legend=("category", "per batch", "share"),
         summary=summary if layers else "No batch was timed.",
-        notes=tuple(note for note in (cut, averaged) if note),
+        notes=(cut,) if cut else (),
     )
 
 

@@ -230,8 +230,10 @@ class RunSummary:
         write({self.path.name: self._write}, remote=FILE_NAME, durable=True)
         if page := self._own.get("report"):
             # After the summary, whose content it shows.
-            text = destination.text_file(lambda: report_page(self.content))
-            write({PurePosixPath(page).name: text}, remote=PAGE_NAME)
+            name = PurePosixPath(page).name
+            write(
+                {name: lambda path: write_text(path, report_page(self.content))}, remote=PAGE_NAME
+            )
         self._written = True
         self._context.reporting.describe(partial(description, self.content))
 

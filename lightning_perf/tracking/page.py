@@ -109,7 +109,8 @@ def _system(summary: Summary) -> Iterator[Part]:
     if figures:
         head, *body = figures
         yield Table([cell.replace("\n", ", ") for cell in head], body)
-    yield Table(("", "value"), known)
+    # Costs have a table of their own.
+    yield Table(("", "value"), [row for row in known if row[0] != "costs by name"])
 
 
 def _captured(capture: Mapping[str, Any]) -> Iterator[Part]:

@@ -17,7 +17,7 @@ import pytest
 from helpers.browser import needs_browser, text_from_browser, without_policy
 
 from lightning_perf.charts import COLOURS, page
-from lightning_perf.charts.stacked import MAX_POINTS, Row, costs, stack
+from lightning_perf.charts.stacked import Row, costs, stack
 from lightning_perf.timing.totals import Share
 
 #: Batches of up to 50 ms.
@@ -160,17 +160,6 @@ def test_a_resumed_run_begins_at_its_first_step() -> None:
     shown = stack([(109, {"forward": 1.0}), (119, {"forward": 2.0})], first=105)
     assert shown.windows == ["steps 105 to 109", "steps 110 to 119"]
     assert shown.layers[0].amount == pytest.approx(25 / 15)
-
-
-def test_many_rows_are_averaged() -> None:
-    """Thousands of reports are averaged into fewer windows, with a note."""
-    rows: list[Row] = [(n, {"forward": 1.0 + n % 2, "backward": 3.0}) for n in range(4_000)]
-    shown = stack(rows)
-    assert len(shown.windows) == MAX_POINTS
-    assert [band.name for band in shown.layers] == ["backward", "forward"]
-    assert shown.layers[1].values == pytest.approx([1.5] * MAX_POINTS)
-    assert shown.layers[1].share == pytest.approx(1.5 / 4.5)
-    assert shown.notes == ("Each window is the mean of about 8 reports.",)
 
 
 def test_a_category_is_zero_before_it_first_appears() -> None:
