@@ -261,7 +261,7 @@ def files_in(folder: Path) -> list[Path]:
 def test_no_file_is_replaced(tmp_path: Path) -> None:
     """Every name of a run is taken by a file of the user, and then by an earlier run: all stay.
 
-    The summary of a run is its latest one.
+    The summary of a run and its page are the latest ones.
     """
     trainer(tmp_path / "model", *everything(), logger=Records()).fit(Small())
     names = [path.relative_to(tmp_path / "model") for path in files_in(tmp_path / "model")]
@@ -273,8 +273,9 @@ def test_no_file_is_replaced(tmp_path: Path) -> None:
         earlier = {path: path.read_bytes() for path in files_in(tmp_path / "mine")}
         trainer(tmp_path / "mine", *callbacks, logger=Records()).fit(Small())
         changed = [path for path, content in earlier.items() if path.read_bytes() != content]
-        assert [path.name for path in changed] == ["summary.json"] * summaries
-        assert len(files_in(tmp_path / "mine")) > len(earlier)
+        assert [path.name for path in changed] == ["report.html", "summary.json"] * summaries
+        assert len(files_in(tmp_path / "mine")) > len(earlier) - summaries
+        assert all(b"mine: " not in earlier[path] for path in changed)
 
 
 class FailsToStart(Small):
