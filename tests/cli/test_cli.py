@@ -19,6 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 from mlflow import MlflowClient
 
 import lightning_perf.cli
+import lightning_perf.tracking
 from lightning_perf import (
     All,
     AnyOf,
@@ -295,6 +296,8 @@ def test_a_missing_package_gives_a_one_line_error(
         monkeypatch.delattr(lightning_perf.cli, name.rpartition(".")[2])
     if module == "mlflow":
         monkeypatch.delitem(sys.modules, "lightning_perf.tracking.runs", raising=False)
+        # Otherwise later tests would change the module that is imported here.
+        monkeypatch.delattr(lightning_perf.tracking, "runs", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit if install else ModuleNotFoundError) as caught:
         main(command)
