@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import nan
@@ -23,30 +22,30 @@ from lightning_perf.checks import flag, is_list
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
-from lightning_perf.diagnosis.report import document, report_page
+from lightning_perf.diagnosis.rules import without_none
 from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup, Step
-from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.errors import ConfigError, describe
 from lightning_perf.flops import is_compiled
 from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.profilers.recording import OpenRecording
-from lightning_perf.run import compat, destination
+from lightning_perf.run import compat
 from lightning_perf.run.batches import TIMED
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
 from lightning_perf.timing.clock import GcTimer, run_queue
-from lightning_perf.timing.totals import Action, Cost
+from lightning_perf.timing.totals import Action, Cost, Share
 from lightning_perf.traces.events import TraceError
-from lightning_perf.traces.names import folder_format
+from lightning_perf.tracking.page import SENSORS
 
 if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Costs, Signals
     from lightning_perf.run.batches import BatchRecord
     from lightning_perf.run.context import RunContext
-    from lightning_perf.traces.summary import TraceSummary
 
-_FOLDER = "{run_name}/diagnosis"
+#: Where the capture is: apart from the traces of a profiler of the user's own.
+_FOLDER = "{run_name}/diagnosis/capture"
 #: The minimum batches per window: shorter windows take time and show nothing more.
 _FEWEST_BATCHES = 10
 #: torch's name for the time of one compilation.
@@ -62,16 +61,15 @@ class Diagnosis(WindowCallback):
     While training runs and at its end, rules examine times by category, step times, garbage
     collections, compilations, memory and the machine. ``verdicts`` lists what they found, the most
     costly first; a run without a problem is ``healthy``. The end of the run shows a panel in the
-    terminal and leaves ``diagnosis.json`` and ``report.html`` in ``folder`` and among MLflow's
-    artifacts. ``diagnosis/CODE`` is logged as a metric: the share of the run's wall time that the
-    cause takes, if there is one.
+    terminal. They are in ``summary.json``, and on the page ``report.html`` beside it, both in the
+    run's folder and among MLflow's artifacts. ``diagnosis/CODE`` is logged as a metric: the share
+    of the run's wall time that the cause takes, if there is one.
 
     Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
     on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it
     is less frequent than the schedule says.
 
     Args:
-        folder: Format string of the folder.
         schedule: When to analyse during training. The end is always diagnosed.
         rules: Rules to apply; by default those of the package.
         terminal: Whether to print the summary of the run at its end, verdicts first.
@@ -95,15 +93,12 @@ class Diagnosis(WindowCallback):
 
     def __init__(
         self,
-        folder: str = _FOLDER,
         schedule: Schedule | str | None = "every 200ba",
         rules: Sequence[Rule] | None = None,
         terminal: bool = True,
         capture: PyTorch | bool | None = None,
     ) -> None:
         super().__init__()
-        folder_format(folder)
-        self.folder = folder
         self.schedule = None if schedule is None else as_schedule(schedule)
         example = "[*lightning_perf.diagnosis.RULES]"
         if rules is not None and not is_list(rules):
@@ -117,11 +112,9 @@ class Diagnosis(WindowCallback):
         self.reaches = {*codes, "healthy", *SEVERITIES}
         self.terminal = self.show_summary = flag("terminal", terminal)
         if isinstance(capture, bool):
-            # Apart from the traces of a profiler of the user's own.
-            place = f"{folder}/capture"
             options: dict[str, Any] = {
-                "folder": place,
-                "remote_file_name": f"{place}/rank{{rank}}.{{batch}}.pt.trace.json",
+                "folder": _FOLDER,
+                "remote_file_name": f"{_FOLDER}/rank{{rank}}.{{batch}}.pt.trace.json",
                 "with_stack": True,
                 "profile_memory": False,
             }
@@ -136,6 +129,9 @@ class Diagnosis(WindowCallback):
         #: The verdicts so far, the most costly first.
         self.verdicts: list[Verdict] = []
         self._findings = Findings()
+        # What the summary has besides: costs by name, and averages of sensors.
+        self._table: list[Share] = []
+        self._system: Mapping[str, float | str] = {}
         self._record = Record()
         self._setup = Setup()
         self._gc: GcTimer | None = None
@@ -152,7 +148,7 @@ class Diagnosis(WindowCallback):
         self._spent = 0.0
         # Windows in which a profiler recorded, and recordings of this process.
         self._recordings = self._opened = 0
-        self._active = False
+        self._active = self._ended = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -331,33 +327,35 @@ class Diagnosis(WindowCallback):
         signals = self._signals(context)
         self._analyse(signals, context, context.step)
         context.reporting.deliver()
-        self._leave_files(context, signals)
+        self._table = context.windows.histories["train"].table(context.spans.totals)
+        idle = signals.gpu_idle
+        averages = {name: signals.average(f"system/{name}") for name in SENSORS}
+        averages["gpu_util"] = None if idle is None else 100 * (1 - idle)
+        self._system = without_none(**averages)
+        self._ended = True
 
-    def _leave_files(self, context: RunContext, signals: Signals) -> None:
-        findings, captured = self._findings, cache(self._captured)
-        texts: dict[str, Callable[[], str]] = {
-            "diagnosis.json": lambda: json.dumps(document(signals, findings, captured()), indent=1),
-            "report.html": lambda: report_page(signals, findings, captured()),
-        }
-        files = {name: destination.text_file(text) for name, text in texts.items()}
+    def _captured(self) -> Mapping[str, object]:
+        """The summary of the captured trace, or why there is none."""
+        assert self._capture is not None
         try:
-            context.write_files(self.folder, files, "train")
-        except OSError as error:
-            warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
-
-    def _captured(self) -> TraceSummary | str | None:
-        """The captured trace, or why there is none; None if no capture was requested."""
-        if self._capture is None:
-            return None
-        try:
-            return self._capture.trace_summary()
+            found = self._capture.trace_summary().as_dict()
         except Exception as error:
-            return str(error) if isinstance(error, LookupError | TraceError) else describe(error)
+            why = str(error) if isinstance(error, LookupError | TraceError) else describe(error)
+            return {"missing": why}
+        return {name: value for name, value in found.items() if value is not None}
 
     @override
     def summary_sections(self) -> Mapping[str, object]:
-        verdicts = [verdict.as_dict() for verdict in self.verdicts]
-        return {"verdicts": verdicts, "abstained": dict(self._findings.abstained)}
+        sections: dict[str, object] = {
+            "verdicts": [verdict.as_dict() for verdict in self.verdicts],
+            "abstained": dict(self._findings.abstained),
+        }
+        if self._ended:
+            sections["culprits"] = [row._asdict() for row in self._table]
+            sections["system"] = self._system
+            if self._capture is not None:
+                sections["capture"] = cache(self._captured)
+        return sections
 
 
 def _setup(context: RunContext) -> Setup:

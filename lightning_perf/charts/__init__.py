@@ -16,6 +16,7 @@ from importlib.resources import files
 from itertools import groupby
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import quote
 from zlib import crc32
 
 if TYPE_CHECKING:
@@ -168,6 +169,18 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
+class Links:
+    """Files, each with its path relative to the page."""
+
+    files: Sequence[tuple[str, str]]
+
+    @property
+    def addresses(self) -> list[tuple[str, str]]:
+        """Names and addresses, which no name of a file can lead elsewhere."""
+        return [(name, f"./{quote(path)}") for name, path in self.files]
+
+
+@dataclass(frozen=True, slots=True)
 class HeatMap:
     """A picture with a value per row and column, from the top left."""
 
@@ -275,7 +288,7 @@ def _frame(name: str, value: str, depth: int, left: float, share: float) -> str:
 
 # -- pages ----------------------------------------------------------------------------------------
 
-Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap"
+Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap | Links"
 
 
 def page(title: str, parts: Iterable[Part]) -> str:

@@ -1,4 +1,4 @@
-"""Totals of a stage at some of its reports: for charts, and for the table in the summary."""
+"""The log of windows: totals of a stage at some of its reports, for the summary and its page."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_perf.timing.totals import CATEGORIES, TABLED, Totals
+from lightning_perf.timing.totals import CATEGORIES, TABLED, Share, Totals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from lightning_perf.core.window import Rows
+    from lightning_perf.core.window import PerRank, Rows
 
 #: Named actions in the table at most.
 _MOST_ACTIONS = 20
+#: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
+_MOST_RANKS = 512
 #: Of timed batches: columns and their names in the table; means over ranks, but for two.
 _TIMED = {
     "batch/count": "timed_batches",
@@ -40,31 +42,49 @@ class Point(NamedTuple):
     totals: Mapping[str, float]
     #: The costs of named actions on this rank.
     costs: Totals = Totals({})
+    #: Seconds of own work above the median rank, of each rank.
+    late: PerRank = np.empty(0)
 
 
 class History:
-    """Points of a stage, in order. They are cumulative: leaving one out merges two windows.
+    """Points of a stage from its start on. They are cumulative: without one, two windows are one.
 
-    Beyond ``most``, every second one is left out, but not the first.
+    Beyond ``most``, every second one is left out, but neither the start nor the warm-up's end.
     """
 
-    def __init__(self, *points: Point, most: int = 100) -> None:
-        self.points, self._most = list(points), most
-        self._every = 1.0
+    def __init__(self, start: Point, most: int = 100) -> None:
+        self.points, self._most, self._every = [start], most, 1.0
+        #: The last report; it may have no batches of its own.
+        self.last = start
 
-    def due(self, batch: int, at_end: bool) -> bool:
-        """Whether a report after this many batches is kept."""
-        if not self.points:
-            return True
-        return batch - self.points[-1].batch >= (1 if at_end else self._every)
-
-    def add(self, point: Point) -> None:
-        """Keep a point."""
-        points = self.points
+    def add(self, point: Point, at_end: bool = False) -> None:
+        """Add a report. It is kept if its window is long enough."""
+        self.last, points = point, self.points
+        if point.batch - points[-1].batch < (1 if at_end else self._every):
+            return
         points.append(point)
         if len(points) > self._most:
-            del points[1:-1:2]
+            del points[2:-1:2]
             self._every = (points[-1].batch - points[0].batch) / len(points)
+
+    def rows(self) -> list[tuple[int, dict[str, float]]]:
+        """Step and seconds per batch by category of each window, which add up to all time."""
+        start, *points = self.points
+        kept = [point for point in points if point.batch < self.last.batch]
+        timed = [point for point in (*kept, self.last) if TIMES.keys() <= point.totals.keys()]
+        return [
+            (late.step, {
+                name: (late.totals[column] - early.totals.get(column, 0.0))
+                / (late.batch - early.batch)
+                for column, name in TIMES.items()
+            })
+            for early, late in pairwise([start, *timed])
+            if late.batch > early.batch
+        ]  # fmt: skip
+
+    def table(self, costs: Totals) -> list[Share]:
+        """Callbacks, loggers and checkpoints by cost, from the start to these totals."""
+        return (costs - self.points[0].costs).table(TABLED)
 
 
 def table_totals(columns: Mapping[str, int], rows: Rows) -> dict[str, float]:
@@ -79,26 +99,28 @@ def table_totals(columns: Mapping[str, int], rows: Rows) -> dict[str, float]:
 
 
 def table(history: History) -> dict[str, Any]:
-    """The windows after the first point, which is after the warm-up; empty if there are none.
+    """The windows of a stage; empty if there are none.
 
     One list per name, with one value per window: ``last`` (the step), ``batches``, the timed
     batches with their seconds, samples and tokens, and seconds by category (``timings``) and by
-    named action (``culprits``). What is 0 in all windows is left out.
+    named action (``culprits``). What is 0 in all windows is left out. ``warm_up`` is the number of
+    windows in which a training warms up.
     """
-    points = list(history.points)  # it may be called on another thread
+    start, *points = history.points  # it may be called on another thread
     # If reports differ in their columns, those of most of them.
     columns = Counter(frozenset(point.totals) for point in points).most_common(1)
     known = columns[0][0] if columns else frozenset()
-    points = [point for point in points if known <= point.totals.keys()]
+    points = [start, *(point for point in points if known <= point.totals.keys())]
     pairs = list(pairwise(points))
     if not pairs:
         return {}
     all_rises = {
-        name: _rounded(late.totals[name] - early.totals[name] for early, late in pairs)
+        name: _rounded(late.totals[name] - early.totals.get(name, 0.0) for early, late in pairs)
         for name in known
     }
     rises = {name: values for name, values in all_rises.items() if any(values)}
     found: dict[str, Any] = {
+        "warm_up": 1,
         "last": [late.step for _, late in pairs],
         "batches": [late.batch - early.batch for early, late in pairs],
         **{name: rises[column] for column, name in _TIMED.items() if column in rises},
@@ -117,5 +139,23 @@ def table(history: History) -> dict[str, Any]:
     return found
 
 
-def _rounded(values: Iterable[float]) -> list[float]:
-    return [float(f"{value:.5g}") for value in values]
+def ranks_table(history: History) -> dict[str, Any]:
+    """How late each rank was: the last step of each window, and seconds per batch by rank.
+
+    With many ranks, several share a list, which has the latest of them.
+    """
+    pairs = list(pairwise(history.points))
+    if not pairs:
+        return {}
+    rises = [(late.late - early.late) / (late.batch - early.batch) for early, late in pairs]
+    lateness = np.stack(rises, axis=1)
+    each = -(-len(lateness) // _MOST_RANKS)
+    lateness = np.maximum.reduceat(lateness, np.arange(0, len(lateness), each), axis=0)
+    return {
+        "last": [late.step for _, late in pairs],
+        "lateness": [_rounded(row, 3) for row in lateness.clip(min=0.0)],
+    }
+
+
+def _rounded(values: Iterable[float], digits: int = 5) -> list[float]:
+    return [float(f"{value:.{digits}g}") for value in values]

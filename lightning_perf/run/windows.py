@@ -148,8 +148,8 @@ class Windows:
         # By stage: its start, and the last reports of all signals.
         self._began: dict[str, _Report] = {}
         self._recent: defaultdict[str, deque[_Report]] = defaultdict(partial(deque, maxlen=3))
-        #: By stage, for the summary of the run; on rank 0.
-        self.histories: defaultdict[str, History] = defaultdict(History)
+        #: By stage: the log of its windows.
+        self.histories: dict[str, History] = {}
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -201,6 +201,9 @@ class Windows:
         stamp = self._stages.counters.timestamp()
         began = _Report(stage, self._stages.step, stamp, False, signals, Totals({}), ())
         self._began.setdefault(stage, began)
+        if stage not in self.histories:
+            start = Point(began.step - 1, stamp.batch, {}, self._spans.totals)
+            self.histories[stage] = History(start)
         for subscription in self._subscriptions:
             subscription.last.setdefault(stage, began)
         # Columns count from here, without what passed since the last report of the stage.
@@ -306,10 +309,9 @@ class Windows:
         recent = self._recent[report.stage]
         if not recent or len(report.signals) >= len(recent[-1].signals):
             recent.append(report)
-            history, batch = self.histories[report.stage], report.stamp.batch
-            if self._rank == 0 and history.due(batch, report.at_end):
-                totals = table_totals(self._columns_of(report), rows)
-                history.add(Point(report.step, batch, totals, report.costs))
+            totals = table_totals(self._columns_of(report), rows)
+            point = Point(report.step, report.stamp.batch, totals, report.costs)
+            self.histories[report.stage].add(point, report.at_end)
         found: dict[str, float] = {}
         rises: dict[_Report, Rows | Increase] = {}  # most callbacks have windows of one length
         for callback, _, _, columns, last in ended:

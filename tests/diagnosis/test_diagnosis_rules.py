@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_perf.diagnosis import CODES, RULES, FunctionRule, Verdict, diagnose
-from lightning_perf.diagnosis.report import evidence_text, headline, report_page
+from lightning_perf.diagnosis.report import evidence_text, headline
 from lightning_perf.diagnosis.rules import severity_of
 from lightning_perf.diagnosis.rules import steps as steps_rules
 from lightning_perf.diagnosis.rules.costs import checkpoint_bound, logger_bound
@@ -413,37 +413,10 @@ def test_what_resembles_a_cause_gives_no_verdict(code: str) -> None:
         assert code != "compute-bound" or code not in {each.code for each in verdicts}
 
 
-def test_the_page_lists_actions_without_waits_inside_them() -> None:
-    """Seconds in the run queue are part of the actions and evidence of a verdict."""
-    signals = PLANTED["cpu-saturated"][0]
-    found = report_page(signals, diagnose(signals))
-    assert "cpu-saturated" in found
-    assert "run queue" not in found
-
-
 def test_a_lower_bound_of_nothing_is_not_shown() -> None:
     """Collections that may take no time at all have no "at least 0.0%"."""
     found = Verdict("gc-pauses", "info", evidence={"lower_bound_share": 4e-4, "collections": 14.0})
     assert evidence_text(found) == "Measured: collections 14."
-
-
-def test_the_page_begins_with_the_speed_and_names_actions_first() -> None:
-    """MFU and the time per batch stand above the verdicts; the stage and category follow a name."""
-    named = {
-        Action("train", "forward", "training_step"): every(0.2),
-        Action("train", "backward", "backward"): every(0.3),
-        Action("validate", "other", "run_training_epoch"): [(0.1, 0)] * WINDOWS,
-    }
-    signals = signals_of({"forward": 0.02, "backward": 0.03}, named=named, mfu=0.381)
-    found = report_page(signals, diagnose(signals))
-    speed = f"MFU 38.1%, 50.0 ms per batch after the warm-up, {STEPS} batches (1 x cpu, 32-true)."
-    assert found.index(f"<p>{speed}</p>") < found.index("<h2>")
-    rows = re.findall("<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", found)
-    assert rows == [
-        ("backward (train)", "3.60 s", "120"),
-        ("training_step (train, forward)", "2.40 s", "120"),
-        ("run_training_epoch (validate, other)", "1.20 s", ""),
-    ]
 
 
 def test_each_rule_has_its_cases() -> None:
