@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
 
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of
-from lightning_perf.run.history import TIMES, History, Point, ranks_table
 from lightning_perf.run.window_callback import WindowCallback
+from lightning_perf.run.window_log import TIMES, WindowLog, rounded
 from lightning_perf.schedule import Schedule
 from lightning_perf.timing.totals import Share
 
 if TYPE_CHECKING:
     from lightning_perf.run.context import RunContext
 
+#: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
+_MOST_RANKS = 512
 #: The number of windows in which a straggler is searched.
 _RECENT = 10
 #: The columns that Determined tracks in training.
@@ -64,6 +66,7 @@ class Timings(WindowCallback):
         >>> trainer = L.Trainer(callbacks=[Timings(schedule="every 100ba")], logger=False)
     """
 
+    keeps_windows = True
     columns: Sequence[str] = ("timings/*", "progress/batches")
     units: Mapping[str, str] = {"timings/*": "s per batch"}
 
@@ -71,9 +74,8 @@ class Timings(WindowCallback):
         super().__init__(schedule)
         #: The costs of callbacks, loggers and checkpoints; complete at the end of the run.
         self.table: list[Share] = []
-        # The run's log of the main stage, and how late each rank was, on rank 0.
-        self._log: History | None = None
-        self._late: History | None = None
+        # The windows of the run's main stage.
+        self._log: WindowLog | None = None
         #: The rank or node that the others wait for, in the last windows.
         self.straggler: Straggler | None = None
         self._work: deque[Work] = deque(maxlen=_RECENT)
@@ -88,11 +90,16 @@ class Timings(WindowCallback):
 
         They are of the main stage of the run; adjacent rows are merged if there are too many.
         """
-        return [] if self._log is None else self._log.rows()
+        windows = [] if self._log is None else self._log.windows()
+        return [
+            (each.step, {n: each.mean(column) / each.batches for column, n in TIMES.items()})
+            for each in windows
+            if each.batches
+        ]
 
     @override
     def prepare(self, context: RunContext) -> None:
-        self._log = self._late = self.straggler = None
+        self._log = self.straggler = None
         self.table, self._stage, self._last = [], "", {}
         self._work.clear()
         if context.ranks.world_size > 1:
@@ -112,7 +119,7 @@ class Timings(WindowCallback):
         super().on_start(context)
         if not self._stage:
             self._stage = context.stage
-            self._log = context.windows.histories[context.stage]
+            self._log = context.windows.log_of(self, context.stage)
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -129,16 +136,8 @@ class Timings(WindowCallback):
 
     def _find_straggler(self, window: Window) -> dict[str, float]:
         # The first batch of a run is slow for other reasons.
-        if self._log is not None and window.first.batch > self._log.points[0].batch:
-            work = work_of(window)
-            self._work.append(work)
-            if window.rank == 0:
-                if self._late is None:
-                    nothing = np.zeros(window.world_size)
-                    start = Point(window.step, window.first.batch, {}, late=nothing)
-                    self._late = History(start)
-                late = self._late.last.late + work.lateness * window.batches
-                self._late.add(Point(window.step, window.last.batch, {}, late=late), window.at_end)
+        if self._log is not None and window.first.batch > self._log.reports[0].stamp.batch:
+            self._work.append(work_of(window))
         found = self.straggler = straggler_of(self._work)
         none = -1.0
         return {
@@ -167,8 +166,11 @@ class Timings(WindowCallback):
     def summary_sections(self) -> Mapping[str, object]:
         if self._log is None:
             return {}
-        ranks = {} if self._late is None else {"ranks": ranks_table(self._late)}
-        return {"culprits": [row._asdict() for row in self.table], **ranks}
+        sections: dict[str, object] = {"culprits": [row._asdict() for row in self.table]}
+        windows = [each for each in self._log.windows()[1:] if each.batches]  # without the warm-up
+        if windows and self._stage == "train" and windows[0].world_size > 1:
+            sections["ranks"] = _ranks_table(windows)
+        return sections
 
 
 def seconds_per_batch(window: Window) -> dict[str, float]:
@@ -203,3 +205,17 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         if several > 1:
             found |= window.spread(column, per).metrics(column)
     return found
+
+
+def _ranks_table(windows: Sequence[Window]) -> dict[str, Any]:
+    """How late each rank was: the last step of each window, and seconds per batch by rank.
+
+    With many ranks, several share a list, which has the latest of them.
+    """
+    lateness = np.stack([work_of(window).lateness for window in windows], axis=1)
+    each = -(-len(lateness) // _MOST_RANKS)
+    lateness = np.maximum.reduceat(lateness, np.arange(0, len(lateness), each), axis=0)
+    return {
+        "last": [window.step for window in windows],
+        "lateness": [rounded(row, 3) for row in lateness.clip(min=0.0)],
+    }

@@ -25,7 +25,7 @@ from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
 from lightning_perf.files import files_below, finite, write_text, written_whole
 from lightning_perf.run import destination
-from lightning_perf.run.history import table
+from lightning_perf.run.window_log import table
 from lightning_perf.terminal import new_console
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.names import numbered
@@ -177,7 +177,7 @@ class RunSummary:
             **sections,
         }
         stage, figures = main_stage(content)
-        log = context.windows.histories.get(stage)
+        log = context.windows.logs.get(stage)
         if log is not None and (history := table(log)):
             figures["windows"] = history
         # The page of the run; one of that name that is not ours stays as it is.

@@ -36,6 +36,7 @@ from lightning_perf import (
 from lightning_perf.background import wait_until
 from lightning_perf.callbacks import diagnosis as module
 from lightning_perf.diagnosis.signals import Signals
+from lightning_perf.run import collector
 from lightning_perf.tracking import page
 
 #: Seconds of the planted cause and of a batch without it, by a clock that only they advance.
@@ -47,7 +48,7 @@ CLOCK = FakeClock()
 def _only_what_is_planted_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignore the rest of the machine: no thread waits for a CPU."""
     CLOCK.replace_clocks(monkeypatch)
-    monkeypatch.setattr(module, "run_queue", dict)
+    monkeypatch.setattr(collector, "run_queue", dict)
 
 
 class Data(Dataset[tuple[Tensor, Tensor]]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_perf import ConfigError, PerfWarning, SpeedMonitor, Suite, Timings
 from lightning_perf.run import windows
-from lightning_perf.run.history import History
 from lightning_perf.timing import clock
 from lightning_perf.timing.totals import CATEGORIES
 
@@ -282,7 +280,7 @@ def test_timings_does_not_change_results(kind: type[Small], tmp_path: Path) -> N
 
 def test_the_number_of_rows_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond the limit adjacent rows are merged, and the totals stay the same."""
-    monkeypatch.setattr(windows, "History", partial(History, most=5))
+    monkeypatch.setattr(windows, "MOST", 5)
     now = [0.0]
     monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
 

@@ -18,6 +18,7 @@ from helpers.signals import (
     sampled,
     signals_of,
     signals_of_ranks,
+    with_costs,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -191,8 +192,8 @@ def test_waiting_for_another_rank_s_metric_is_not_blamed(other: float, blamed: b
     """A metric's time counts as far as all ranks spend it: in it ranks wait for each other."""
     signals = signals_of_ranks({"reduce_metrics": {0: 5.0, 1: other}}, {}, ranks=2)
     metric = Action("train", "reduce_metrics", "AUROC.compute")
-    costs = [{metric: Cost(5.0 * number, 10 * number)} for number in range(1, 7)]
-    codes = {each.code for each in diagnose(replace(signals, costs=costs)).verdicts}
+    signals = with_costs(signals, [{metric: Cost(5.0, 10)}] * 6)
+    codes = {each.code for each in diagnose(signals).verdicts}
     assert ("callback-bound" in codes) == blamed
 
 
@@ -268,8 +269,8 @@ def test_explicit_collectives_are_communication() -> None:
     """What a module gathers in its step is no callback's time."""
     signals = signals_of_ranks({"reduce_metrics": {0: 5.0, 1: 5.0}}, {}, ranks=2)
     gather = Action("train", "reduce_metrics", "DDPStrategy.all_gather")
-    costs = [{gather: Cost(5.0 * number, 20 * number)} for number in range(1, 7)]
-    found, *others = diagnose(replace(signals, costs=costs)).verdicts
+    signals = with_costs(signals, [{gather: Cost(5.0, 20)}] * 6)
+    found, *others = diagnose(signals).verdicts
     assert (found.code, found.culprit) == ("communication-bound", gather.name)
     assert "callback-bound" not in {each.code for each in others}
     assert "2 times per batch" in found.advice
@@ -1172,11 +1173,8 @@ def test_more_flops_are_no_slowdown(flops: float, codes: list[str]) -> None:
 def test_headline_and_advice_have_one_number(code: str) -> None:
     """The time per batch of the advice gives the speed-up, also while other programs run."""
     signals, _ = PLANTED[code]
-    costs = [
-        {**each, WAITING: Cost(0.1 * n, 10 * n)}
-        for n, each in enumerate(signals.costs or [{}] * WINDOWS, 1)
-    ]
-    for found in diagnose(replace(signals, costs=costs)).verdicts:
+    costs = [{**each.costs, WAITING: Cost(0.1, 10)} for each in signals.windows]
+    for found in diagnose(with_costs(signals, costs)).verdicts:
         if "advised_step_seconds" in found.evidence:
             step = float(found.evidence["advised_step_seconds"])
             assert found.predicted_speedup == pytest.approx(signals.step_seconds / step)
@@ -1298,7 +1296,8 @@ def test_collections_of_our_own_recorders_are_not_the_users() -> None:
     named = {collections: rarely(0.4, 3, 4, 7, 8), RECORDING: recorded}
     signals = signals_of({**FINE, "forward": window(3, 4, 7, 8, seconds=0.5)}, named=named)
     assert "gc-pauses" not in [each.code for each in diagnose(signals).verdicts]
-    signals = replace(signals, costs=[{collections: each[collections]} for each in signals.costs])
+    costs = [{collections: each.costs[collections]} for each in signals.windows]
+    signals = with_costs(signals, costs)
     assert "gc-pauses" in [each.code for each in diagnose(signals).verdicts]
 
 

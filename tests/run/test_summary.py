@@ -36,8 +36,10 @@ from lightning_perf import (
     Timings,
     always_on,
 )
+from lightning_perf.core.progress import Timestamp
+from lightning_perf.core.window import Columns
 from lightning_perf.flops.peaks import Peak, PeakResolver
-from lightning_perf.run.history import History, Point, table, table_totals
+from lightning_perf.run.window_log import MOST, Report, WindowLog, table
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.summary import SummaryError, description, read_summary, rows
@@ -45,7 +47,7 @@ from lightning_perf.tracking.summary import SummaryError, description, read_summ
 PEAK = 1e12
 PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
 NAMES = ("timings/forward", "batch/samples", "batch/seconds", "batch/count", "memory/rss")
-COLUMNS = {name: position for position, name in enumerate(NAMES)}
+COLUMNS = Columns({name: position for position, name in enumerate(NAMES)})
 
 
 def callbacks() -> list[Any]:
@@ -492,17 +494,18 @@ def test_a_summary_of_validation_alone(tmp_path: Path) -> None:
 # Its windows: differences of totals, in bounded memory
 
 
-def history(reports: int, every: int = 1, ranks: int = 1) -> History:
+def log_of(reports: int, every: int = 1, ranks: int = 1) -> WindowLog:
     """1 s, 4 samples and 0.5 s of a callback per batch and rank."""
-    found = History(Point(-1, 0, {}))
+    found = WindowLog(report(0), COLUMNS, MOST)
     for batch in range(every, reports * every + 1, every):
-        found.add(point(batch, ranks))
+        found.add(report(batch, ranks))
     return found
 
 
-def point(batch: int, ranks: int = 1) -> Point:
+def report(batch: int, ranks: int = 1, columns: Columns = COLUMNS, at_end: bool = False) -> Report:
     row = [batch * each for each in (1.0, 4.0, 1.0, 1.0, 7.0)]
-    return Point(batch - 1, batch, table_totals(COLUMNS, [row] * ranks), costs(batch))
+    head = "train", batch - 1, Timestamp(batch=batch), at_end, 0
+    return Report(*head, columns, (), costs(batch), [row] * ranks if batch else ())
 
 
 def costs(batch: int) -> Totals:
@@ -511,7 +514,7 @@ def costs(batch: int) -> Totals:
 
 def test_windows_are_differences_of_totals() -> None:
     """Seconds are means over ranks and samples are sums; other columns are left out."""
-    found = table(history(reports=2, every=10, ranks=2))
+    found = table(log_of(reports=2, every=10, ranks=2))
     assert found == {
         "warm_up": 1,
         "last": [9, 19],
@@ -526,7 +529,7 @@ def test_windows_are_differences_of_totals() -> None:
 
 def test_memory_is_bounded_without_losing_totals() -> None:
     """100,000 reports become a few dozen windows of equal length that sum to the totals."""
-    found = table(history(reports=100_000))
+    found = table(log_of(reports=100_000))
     batches = found["batches"]
     assert 40 <= len(batches) <= 100
     assert batches[0] == 1  # the warm-up
@@ -537,26 +540,24 @@ def test_memory_is_bounded_without_losing_totals() -> None:
 
 def test_the_end_of_a_stage_is_kept_if_it_has_new_batches() -> None:
     """A short last window counts; a report without new batches is left out."""
-    found = history(reports=100_000)
+    found = log_of(reports=100_000)
     kept = table(found)["last"]
     last = kept[-1] + 1
     for batch, at_end in ((last, True), (last + 1, False)):
-        found.add(point(batch), at_end)
+        found.add(report(batch, at_end=at_end))
         assert table(found)["last"] == kept
-    found.add(point(last + 1), at_end=True)
+    found.add(report(last + 1, at_end=True))
     assert table(found)["last"][-1] == last
 
 
 def test_reports_with_other_columns_are_left_out() -> None:
     """A callback that subscribes later does not break the table of windows."""
-    found = History(Point(-1, 0, {}))
-    later = {name: COLUMNS[name] for name in NAMES[1:]}
-    found.add(Point(4, 5, table_totals(later, [[1.0] * 5]), costs(5)))
+    found = WindowLog(report(0), COLUMNS, MOST)
+    assert table(found) == {}
+    found.add(report(5, columns=Columns({name: COLUMNS[name] for name in NAMES[1:]})))
     for batch in (10, 20):
-        totals = table_totals(COLUMNS, [[float(batch)] * 5])
-        found.add(Point(batch - 1, batch, totals, costs(batch)))
+        found.add(report(batch))
     assert table(found)["batches"] == [10, 10]
-    assert table(History(Point(-1, 0, {}))) == {}
 
 
 def test_no_logger_gets_an_empty_row(tmp_path: Path) -> None:
