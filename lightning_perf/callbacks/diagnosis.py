@@ -239,7 +239,6 @@ class Diagnosis(WindowCallback):
         collector.close()
         if reason == "failure" or self._start is None or context.ranks.global_rank != 0:
             return
-        context.finish_reports(reason)
         context.batches.fold("train")
         signals = collector.signals()
         self._analyse(signals, context, context.step)

@@ -168,7 +168,8 @@ class Windows:
             signal = self._signals[prefix] = self.sources[prefix]()
             if signal not in self._begin:  # it may have several prefixes
                 begin = self._begin[signal] = len(self._columns)
-                self._columns.update({name: at for at, name in enumerate(signal.columns, begin)})
+                positions = {name: at for at, name in enumerate(signal.columns, begin)}
+                self._columns = Columns(self._columns | positions)  # reports keep those they have
                 gauges = (name in signal.gauges for name in signal.columns)
                 self._gauges += [at for at, gauge in enumerate(gauges, begin) if gauge]
         return self._signals[prefix]
@@ -178,13 +179,16 @@ class Windows:
     def enter(self) -> None:
         """A stage starts."""
         stage, signals = self._stages.stage, self._begin.keys()
-        if stage not in self.logs:
+        all_logs: list[tuple[dict[str, WindowLog], Mapping[str, int], int]]
+        all_logs = [(self.logs, self._columns, MOST)]
+        for callback, _, _, columns, logs in self._subscriptions:
+            all_logs.append((logs, columns, MOST if callback.keeps_windows else 0))
+        if new := [log for log in all_logs if stage not in log[0]]:
             stamp, costs = self._stages.counters.timestamp(), self._spans.totals
             head = stage, self._stages.step - 1, stamp, False, self._rank
             start = Report(*head, self._columns, self._gauges, costs, ())
-            self.logs[stage] = WindowLog(start, self._columns, MOST)
-            for callback, _, _, columns, logs in self._subscriptions:
-                logs[stage] = WindowLog(start, columns, MOST if callback.keeps_windows else 0)
+            for logs, columns, most in new:
+                logs[stage] = WindowLog(start, columns, most)
         # Columns count from here, without what passed since the last report of the stage.
         reported = [*self._measured.get(stage, ())]
         now = self._measure(stage, signals)
