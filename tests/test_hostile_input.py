@@ -44,6 +44,7 @@ from lightning_perf.traces.uploads import (
     PendingUpload,
     append_pending,
 )
+from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.runs import read_folder
 from lightning_perf.tracking.summary import SummaryError, description, panel, read_summary
 
@@ -125,6 +126,7 @@ def test_a_damaged_summary_is_refused_or_shown(
         return
     Console(file=io.StringIO()).print(panel(run.summary))
     assert isinstance(description(run.summary), str)
+    assert report_page(run.summary)
 
 
 class Enough(Exception):
@@ -336,7 +338,7 @@ def test_no_control_character_of_a_file_reaches_the_terminal(
     content = json.loads((run_folder / "summary.json").read_text())
     window = content["stages"]["train"]["whole_run"]
     window["timings"] = {EVIL: sum(window["timings"].values())}
-    content |= {"run": EVIL, "culprits": [{"name": EVIL, "share": 0.5, "calls": 1}]}
+    content |= {"run": EVIL, "culprits": [{"name": EVIL, "seconds": 1.0, "share": 0.5, "calls": 1}]}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text(json.dumps(content))
     (tmp_path / "run" / f"{EVIL.replace('/', '')}.html").touch()

@@ -15,6 +15,7 @@ from importlib.resources import files
 from itertools import groupby
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from urllib.parse import quote
 from zlib import crc32
 
 if TYPE_CHECKING:
@@ -167,6 +168,18 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
+class Links:
+    """Files, each with its path relative to the page."""
+
+    files: Sequence[tuple[str, str]]
+
+    @property
+    def addresses(self) -> list[tuple[str, str]]:
+        """Names and addresses, which no name of a file can lead elsewhere."""
+        return [(name, f"./{quote(path)}") for name, path in self.files]
+
+
+@dataclass(frozen=True, slots=True)
 class HeatMap:
     """A picture with a value per row and column, from the top left."""
 
@@ -261,7 +274,7 @@ class _Box(NamedTuple):
 
 # -- pages ----------------------------------------------------------------------------------------
 
-Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap"
+Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap | Links"
 
 
 def page(title: str, parts: Iterable[Part]) -> str:

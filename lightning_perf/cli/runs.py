@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_perf.cli import Failure, print_json
 from lightning_perf.errors import without_credentials
+from lightning_perf.files import write_text
 from lightning_perf.terminal import new_console, say
-from lightning_perf.tracking.summary import RATES, SummaryError, panel, text_of
+from lightning_perf.tracking.summary import PAGE_NAME, RATES, SummaryError, panel, text_of
 from lightning_perf.units import duration, three_digits, time_unit
 
 if TYPE_CHECKING:
@@ -31,12 +32,19 @@ _MOST_FILES = 5
 _LEAST_SHARE, _MOST_ROWS = 0.002, 8
 
 
-def report(run: str | None = None, *, tracking_uri: str | None = None, json: bool = False) -> int:
+def report(
+    run: str | None = None,
+    *,
+    html: str | None = None,
+    tracking_uri: str | None = None,
+    json: bool = False,
+) -> int:
     """Show how fast a run was, and the paths of its traces.
 
     Args:
         run: A run's id or name in MLflow, or a folder with its summary.json; by default the latest
             run in MLflow or below the current folder.
+        html (FILE): Write the page of the run to this file.
         tracking_uri (ADDRESS): The MLflow tracking address; by default MLFLOW_TRACKING_URI, or
             ./mlflow.db.
         json: Print JSON.
@@ -52,6 +60,12 @@ def report(run: str | None = None, *, tracking_uri: str | None = None, json: boo
         why = str(error).rstrip(".")
         advice = "" if why.endswith("?") else ". Try --tracking-uri ADDRESS"
         raise Failure(why + advice) from None
+    if html is not None:
+        from lightning_perf.tracking.page import report_page
+
+        write_text(
+            Path(html), report_page({**found.summary, "report": "", "traces": [], "pages": []})
+        )
     if json:
         say(text_of({**found.summary, "files": found.files}))
     else:
@@ -72,9 +86,9 @@ def _show_run(run: Run, console: Console) -> None:
         "Traces: drag onto https://ui.perfetto.dev (processed in your browser, never uploaded):",
         [path for path in traces if _TRACES & set(PurePosixPath(path).parts)],
     )
-    # The chart of the run is last, so that it is always shown.
+    # The page about the run is last, so that it is always shown.
     pages = [path for path in files if path.endswith(".html")]
-    pages.sort(key=lambda path: path.endswith("/timings.html"))
+    pages.sort(key=lambda path: path.endswith(f"/{PAGE_NAME}"))
     where = "" if run.tracking_uri is None else " or among MLflow's artifacts"
     _list(console, f"Pages: open in a browser{where}:", pages)
     if run.tracking_uri is not None:

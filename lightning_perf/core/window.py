@@ -114,6 +114,8 @@ class Window:
     rows: Rows | Increase
     #: The same since the run began.
     totals: Rows
+    #: This rank's `Totals` of named actions at the start and at the end, if known.
+    spent: tuple[Any, Any] | None = None
 
     @property
     def world_size(self) -> int:
@@ -158,6 +160,11 @@ class Window:
         stamps = self.first, self.last
         head = self.stage, self.step, *stamps, self.at_end, self.rank, self.columns
         return Window(*head, self.totals, self.totals)
+
+    @property
+    def costs(self) -> Mapping[Any, Any]:
+        """On this rank, the `Cost` of each `Action`: its seconds and calls."""
+        return {} if self.spent is None else (self.spent[1] - self.spent[0]).named
 
     def since_start(self, name: str) -> float:
         """This rank's total since the run began."""

@@ -292,6 +292,7 @@ class PerfCallback(Callback):
             return
         try:
             with signals_held():
+                context.finish_reports(reason)  # callbacks receive them while they are in the run
                 for part in self.parts:
                     part.call(part.close, context, reason)
                 self._detach()

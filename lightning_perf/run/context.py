@@ -201,7 +201,6 @@ class RunContext:
         """The steps of the end of the run; further ones may be registered by earlier ones."""
         summary: list[RunSummary | None] = []
         yield self._patches.restore
-        yield partial(self.finish_reports, reason)
         yield self.windows.gatherer.close
         yield lambda: summary.append(end_summary(self, self._joined, reason))
         yield self.meter.close
@@ -222,8 +221,11 @@ class RunContext:
 
     def finish_reports(self, reason: str) -> None:
         """Wait a bounded time for the last reports of all ranks; not after an exception."""
-        if reason != "exception":
-            self.windows.gatherer.finish(GATHER_TIMEOUT)
+        try:
+            if reason != "exception":
+                self.windows.gatherer.finish(GATHER_TIMEOUT)
+        except Exception as error:  # the end of the run may hold recordings
+            warn(f"the last reports failed ({describe(error)}).")
 
     def abandon(self) -> None:
         """Remove all callbacks: the run has ended without their hooks being called."""
