@@ -335,7 +335,10 @@ def description(summary: Summary) -> str:
 
         lines += [*(f"- {verdict_headline(each)}" for each in verdicts), ""]
     if figures:
-        head, *body = [[cell.replace("\n", ", ") for cell in row] for row in figures]
+        head, *body = (
+            [name.replace("\n", " "), *(text.replace("\n", ", ") for text in row)]
+            for name, *row in figures
+        )
         lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
     texts = ((name.replace("\n", " "), text.replace("\n", ", ")) for name, text in facts)
     lines += ["", *(f"- {name}: {text}" for name, text in texts)]

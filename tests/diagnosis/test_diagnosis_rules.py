@@ -1105,6 +1105,9 @@ def test_one_batch_per_epoch_is_loading_and_no_start_of_an_epoch() -> None:
         ({"loader": Loader(2)}, None, 0.02, "Other programs use the CPUs"),
         ({"loader": Loader(2), "cpus": 2}, (100.0, 198.0), 0.0, "give it more CPUs"),
         ({"loader": Loader(2), "cpus": 2}, (100.0, 20.0), 0.0, "Other programs use 90%"),
+        # More threads of torch than CPUs, whoever else uses them.
+        ({"threads": 8, "cpus": 2}, (100.0, 198.0), 0.0, "Use fewer threads"),
+        ({"threads": 8, "cpus": 2}, (100.0, 20.0), 0.0, "of its own. Use fewer threads"),
     ],
 )
 def test_advice_on_busy_cpus_follows_its_evidence(

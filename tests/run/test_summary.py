@@ -580,6 +580,16 @@ def test_costly_reports_are_named(share: float, recording: float, advised: bool)
     assert ("raise Trainer(log_every_n_steps)" in text) == advised
 
 
+def test_a_name_of_two_lines_is_one_in_markdown() -> None:
+    """MLflow shows the label that the terminal wraps as one phrase."""
+    window = {"first": 0, "last": 9, "batches": 10, "seconds": 1.0, "timings": {"forward": 0.5}}
+    text = description(
+        {"run": "r", "status": "finished", "stages": {"train": {"whole_run": window}}}
+    )
+    assert "| all time, with start and end | 50.0 ms per batch |" in text
+    assert "whole run, steps 0 to 9 |" in text
+
+
 def test_a_run_has_one_page_and_leaves_the_user_s_alone(tmp_path: Path) -> None:
     """Predictions and another fit renew the page; one that the user wrote stays."""
     (user := tmp_path / "records-version_0").mkdir(parents=True)
