@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -175,10 +174,7 @@ class Diagnosis(WindowCallback):
         if self.schedule is not None:
             self.schedule.setup(context.schedule_context)
         context.batches.listeners.append(self._add_steps)
-        # Weak, because `gc` keeps the timer of a run whose end was not announced, and with it this
-        # object.
-        recorder = weakref.proxy(context.spans.require())
-        self._gc = GcTimer(lambda: recorder.clock.running)
+        self._gc = GcTimer(context.spans.require().clock)
         self._gc.open()
         if context.trainer.state.fn == "fit" and context.ranks.global_rank == 0:
             charts.template()  # for the report: here it delays no batch, and the end waits for less
