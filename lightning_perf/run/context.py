@@ -94,6 +94,8 @@ class RunContext:
         rank = self.ranks.global_rank
         # Not a method: the strategy, which is patched, must not keep the run alive.
         self.meter.report_untracked = partial(_report_untracked, self.reporting, rank)
+        # Seconds to wait for what is monitored.
+        self._patience = GATHER_TIMEOUT
         # None if what is saved is not readable.
         self._resumed: bool | None = False
         self._pid, self._started = os.getpid(), monotonic()
@@ -340,8 +342,13 @@ class RunContext:
         """Report what callbacks of Lightning monitor, before they read it."""
         offered = any(getattr(part, "monitored", False) for part in self.parts)
         if offered and compat.monitored(self.trainer):
+            poll = self.windows.gatherer.poll
+            if poll():
+                self._patience = GATHER_TIMEOUT
             self.windows.report(self, False, monitored=True)
-            wait_until(self.windows.gatherer.poll, GATHER_TIMEOUT)
+            wait_until(poll, self._patience)
+            if self.windows.pending:  # no further wait before the others answer
+                self._patience = 0.0
             compat.complete_monitored(self.trainer)
 
     def end(self) -> None:
