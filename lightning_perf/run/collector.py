@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections import deque
 from dataclasses import replace
 from math import nan
@@ -57,10 +56,7 @@ class Collector:
         self._recordings = self._opened = 0
         # Costs before the training.
         self._origin = Totals({})
-        # Weak, because `gc` keeps the timer of a run whose end was not announced, and with it this
-        # object.
-        recorder = weakref.proxy(context.spans.require())
-        self.gc = GcTimer(lambda: recorder.clock.running)
+        self.gc = GcTimer(context.spans.require().clock)
         self.gc.open()
         context.batches.listeners.append(self._add_steps)
 

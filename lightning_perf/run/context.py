@@ -94,7 +94,10 @@ class RunContext:
         rank = self.ranks.global_rank
         # Not a method: the strategy, which is patched, must not keep the run alive.
         self.meter.report_untracked = partial(_report_untracked, self.reporting, rank)
-        self._resumed = False
+        # Seconds to wait for what is monitored.
+        self._patience = GATHER_TIMEOUT
+        # None if what is saved is not readable.
+        self._resumed: bool | None = False
         self._pid, self._started = os.getpid(), monotonic()
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
@@ -292,7 +295,7 @@ class RunContext:
         self.meter.start(stage)
         if stage == "train":
             limits = self._read_limits()
-            self.progress.reconcile(self.trainer, self._resumed)
+            self.progress.reconcile(self.trainer, bool(self._resumed))
             self.describe(self.setup())
         self.stages.enter(stage, limits)
         self._select_stage()
@@ -341,8 +344,13 @@ class RunContext:
         """Report what callbacks of Lightning monitor, before they read it."""
         offered = any(getattr(part, "monitored", False) for part in self.parts)
         if offered and compat.monitored(self.trainer):
+            poll = self.windows.gatherer.poll
+            if poll():
+                self._patience = GATHER_TIMEOUT
             self.windows.report(self, False, monitored=True)
-            wait_until(self.windows.gatherer.poll, GATHER_TIMEOUT)
+            wait_until(poll, self._patience)
+            if self.windows.pending:  # no further wait before the others answer
+                self._patience = 0.0
             compat.complete_monitored(self.trainer)
 
     def end(self) -> None:
@@ -415,9 +423,14 @@ class RunContext:
 
     def resume(self, progress: dict[str, Any]) -> None:
         """Restore the progress of the training that is resumed."""
-        if self.trainer.state.fn == "fit":
-            self.progress.load_state_dict(progress)
-            self._resumed = True
+        if self.trainer.state.fn == "fit" and self._resumed is not None:
+            try:
+                self.progress.load_state_dict(progress)
+                self._resumed = True
+            except Exception as error:  # damaged, or of another version
+                self._resumed = None
+                text = f"the counts in the checkpoint are not readable ({describe(error)})"
+                warn(f"{text}: they continue from those of Lightning.")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
