@@ -25,57 +25,53 @@ _T = TypeVar("_T")
 #: All units, for messages.
 UNITS = "ep ba step sp tok sec dur, or 1h20m40s"
 
-_NAMES = {
-    "ep": "ep epoch",
-    "ba": "ba batch it iter iteration minibatch",
-    "step": "step update",
-    "sp": "sp sample example",
-    "tok": "tok token",
-    "dur": "dur duration",
-    "%": "% percent",
-    "ms": "ms msec millisecond",
-    "s": "s",
-    "sec": "sec second",
-    "m": "m min minute",
-    "h": "h hr hour",
-    "d": "d day",
-}
-_UNIT = {name: unit for unit, names in _NAMES.items() for name in names.split()}
-_SECONDS: dict[str, Fraction | int] = {
-    "ms": Fraction(1, 1000),
-    "s": 1,
-    "sec": 1,
-    "m": 60,
-    "h": 3600,
-    "d": 86400,
-}
+#: Words for units: the unit of `Time`, and how many of it one is.
+_UNITS: list[tuple[str, str, int | Fraction]] = [
+    ("ep epoch", "ep", 1),
+    ("ba batch it iter iteration minibatch", "ba", 1),
+    ("step update", "step", 1),
+    ("sp sample example", "sp", 1),
+    ("tok token", "tok", 1),
+    ("dur duration", "dur", 1),
+    ("% percent", "%", 1),
+    ("ms msec millisecond", "sec", Fraction(1, 1000)),
+    ("s sec second", "sec", 1),
+    ("m min minute", "sec", 60),
+    ("h hr hour", "sec", 3600),
+    ("d day", "sec", 86400),
+]
+_WORDS = {word: (unit, factor) for words, unit, factor in _UNITS for word in words.split()}
+#: Units that `Time` reads itself, as in 90m.
+_OF_TIME = ("ms", "s", "sec", "m", "h", "d")
 #: Words for one unit, as in "every epoch".
-ONE = {name: f"1{_UNIT[name]}" for name in ("epoch", "batch", "step", "second", "minute", "hour")}
-
-
-def percent_as_dur(word: str) -> str:
-    """Convert a percentage to a fraction of the training; return other words unchanged."""
-    match = re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?)%", word, re.ASCII)
-    return f"{float(Fraction(match[1]) / 100)}dur" if match else word
+_ONE = {
+    "epoch": "1ep", "batch": "1ba", "step": "1step", "second": "1sec", "minute": "1m", "hour": "1h",
+}  # fmt: skip
+_AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]+|%)", re.ASCII | re.IGNORECASE)
 
 
 def worded(text: str) -> str:
     """Convert an amount in words to a time string; return other texts unchanged.
 
     Example:
-        >>> worded("100 batches"), worded("1 Epoch"), worded("1.5 hours"), worded("100ba")
+        >>> worded("100 batches"), worded("epoch"), worded("1.5 hours"), worded("100ba")
         ('100ba', '1ep', '5400sec', '100ba')
+        >>> worded("10%"), worded("50 percent")
+        ('0.1dur', '0.5dur')
     """
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]+)", text, re.ASCII | re.IGNORECASE)
+    text = _ONE.get(text, text)
+    match = _AMOUNT.fullmatch(text)
     number, word = match.groups() if match else ("", "")
     names = (word.lower().removesuffix(end) for end in ("", "s", "es"))
-    unit = next((_UNIT[name] for name in names if name in _UNIT), None)
-    if unit is None or word in _SECONDS:
+    unit, factor = next((_WORDS[name] for name in names if name in _WORDS), ("", 1))
+    if unit == "%":
+        return f"{float(Fraction(number) / 100)}dur"
+    if not unit or word in _OF_TIME:
         return text
-    seconds = _SECONDS.get(unit, 0) * Fraction(number)
-    if seconds.denominator > 1:
-        return text
-    return f"{seconds}sec" if seconds else f"{number}{unit}"
+    if unit != "sec":
+        return f"{number}{unit}"
+    seconds = factor * Fraction(number)
+    return f"{seconds}sec" if seconds.denominator == 1 else text
 
 
 ALL_UNITS = frozenset(TimeUnit)

@@ -35,7 +35,7 @@ Try window_size=100.
 
     def __init__(self, field: str, value: object, problem: str, example: str | None) -> None:
         if isinstance(value, str):
-            value = _redacted(value)
+            value = redacted(value)
         super().__init__(field, value, problem, example)
         self.field, self.value, self.problem, self.example = field, value, problem, example
 
@@ -103,7 +103,7 @@ def warn(message: str) -> None:
     Never raises: if the user has turned warnings into errors, the message is logged instead,
     because our warnings must not stop training or skip the code after them.
     """
-    text = f"lightning_perf: {printable(_redacted(message))}"
+    text = f"lightning_perf: {printable(redacted(message))}"
     try:
         warnings.warn(text, PerfWarning, stacklevel=3)
     except PerfWarning:
@@ -112,7 +112,7 @@ def warn(message: str) -> None:
 
 def describe(error: BaseException) -> str:
     """Return the class and message of an error, shortened and without credentials in URLs."""
-    return _redacted(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH]
+    return redacted(f"{type(error).__name__}: {error}")[:_MESSAGE_LENGTH]
 
 
 #: Characters that a terminal obeys instead of showing them: controls but tab and newline, and those
@@ -134,14 +134,15 @@ def printable(text: str) -> str:
 
 #: The user and the password of a URL. Passwords may have any unescaped character, so that one ends
 #: at the last ``@`` of the line or before the next URL: rather too much is removed than too little.
+#: One that was read from a file may end with a line break.
 #: Digits after the colon are a port of a server, but never of a database.
 _USER = re.compile(
-    r"((?<!http)(?<!https)://|://(?![^\s/?#@:]*:\d+(?:[/?#\s'\"),]|$)))"
-    r"(?:[^\s/?#@:\[]*:(?:(?![\s'\"(][\w+.-]{1,30}://)[^\n])*@|[^\s/?#]*@)",
+    r"((?<!http)(?<!https)://|://(?![^\s/?#@:]*:\d+(?:[/\s'\"),]|$)))"
+    r"(?:[^\s/?#@:\[]*:(?:(?![\s'\"(][\w+.-]{1,30}://)(?:[^\n]|\n(?=@)))*@|[^\s/?#]*@)",
     re.IGNORECASE,
 )
 _SECRET = re.compile(
-    r"user|uid|pass|pwd|secret|token|credential|signature|api_?key|access_?key|account_?key|connect$",
+    r"user|uid|pass|pwd|secret|token|credential|signature|^sig$|(api|access|account)_?key|connect$",
     re.IGNORECASE,
 )
 
@@ -156,7 +157,8 @@ def without_credentials(address: str) -> str:
     return f"{start}{mark if options else ''}{'&'.join(options)}"
 
 
-def _redacted(text: str) -> str:
+def redacted(text: str) -> str:
+    """Remove user names and passwords from the URLs in a text, and the queries of URLs."""
     text = _USER.sub(r"\1", text)
     # From urllib3: "Max retries exceeded with url: /x?signature=abc".
     return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", text)

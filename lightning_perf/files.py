@@ -62,7 +62,7 @@ def opened(path: Path) -> BufferedReader:
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """The content of a file; raises `OSError` if it cannot be read or has more bytes."""
     with opened(path) as file:
-        content = file.read(most + 1)
+        content = file.read(most + 1) or b""  # None: one of the kernel's files that waits
     if len(content) > most:
         raise OSError(EFBIG, f"Larger than {most:,} bytes", str(path))
     return content
@@ -123,26 +123,19 @@ def walked(
     Links are among these names. ``enters`` is asked for the name of each folder below. What is left
     out is given to ``failed``: folders that cannot be read, and those beyond the limits.
     """
-    waiting, entries = [(root, 0)], 0
-    while waiting:
-        folder, level = waiting.pop()
-        names, below = list[str](), list[str]()
-        try:
-            with os.scandir(folder) as found:
-                for entry in found:
-                    entries += 1
-                    (below if entry.is_dir(follow_symlinks=False) else names).append(entry.name)
-                    if entries > _MOST_ENTRIES:
-                        raise OSError(E2BIG, f"more than {_MOST_ENTRIES:,} files", str(root))
-            below = sorted(filter(enters, below), reverse=True)
-            if below and level == levels:
-                raise OSError(ENAMETOOLONG, f"deeper than {levels} folders", str(folder))
-            waiting += [(folder / name, level + 1) for name in below]
-        except OSError as error:
-            failed(error)
-            if error.errno == E2BIG:
-                waiting.clear()
-        yield folder, sorted(names)
+    entries = 0
+    for path, below, names in os.walk(root, onerror=failed):
+        folder = Path(path)
+        entries += len(below) + len(names)
+        links = {name for name in below if (folder / name).is_symlink()}
+        below[:] = sorted(name for name in below if name not in links and enters(name))
+        if below and len(folder.relative_to(root).parts) == levels:
+            failed(OSError(ENAMETOOLONG, f"deeper than {levels} folders", path))
+            below.clear()
+        yield folder, sorted([*names, *links])
+        if entries > _MOST_ENTRIES:
+            failed(OSError(E2BIG, f"more than {_MOST_ENTRIES:,} files", str(root)))
+            return
 
 
 def files_below(root: Path) -> Iterator[Path]:
@@ -190,8 +183,12 @@ def gzipped_whole(target: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text as UTF-8, with escapes for what a name on the disk may have besides."""
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    """Write a text as UTF-8, with escapes for what a name on the disk may have besides.
+
+    Part of a text, as on a full disk, would take the space that training needs.
+    """
+    with written_whole(path, durable=False) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def compress(source: Path, target: Path) -> None:
@@ -214,27 +211,28 @@ def place(source: Path, target: Path, *, durable: bool = True) -> None:
 def appended(path: Path) -> BinaryIO:
     """Open a file to append to it, unbuffered, and not through a link, which may point anywhere."""
     how = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-    return os.fdopen(_open_regular(str(path), how), "ab", buffering=0)
+    return os.fdopen(_open_regular(str(path), how), "ab+", buffering=0)
 
 
 @contextmanager
-def limited(most: int) -> Iterator[None]:
+def limited(most: int, what: str = "FSIZE") -> Iterator[None]:
     """Let this process write no file beyond so many bytes: that raises `OSError`, anywhere.
 
-    Windows has no such limit.
+    With ``"DATA"``, let it take no more memory (`MemoryError`). Windows has no such limits.
     """
     try:
         import resource
     except ImportError:
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    kind = getattr(resource, f"RLIMIT_{what}")
+    soft, hard = resource.getrlimit(kind)
     least = min(each for each in (most, soft, hard) if each != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (least, hard))
+    resource.setrlimit(kind, (least, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        resource.setrlimit(kind, (soft, hard))
 
 
 def check_own(path: Path) -> None:

@@ -33,6 +33,9 @@ ADDRESSES = [
     ("ftp://ml:a/b@host/x", "ftp://host/x"),
     ("http://ml:pa/ss@host/x", "http://host/x"),
     ("'http://ml:12/ss' and 'a@b'", "'http://ml:12/ss' and 'a@b'"),
+    ("http://ml:12?ss@host/x", "http://host/x"),
+    ("http://ml:12#ss@host/x", "http://host/x"),
+    ("http://ml:secret\n@host/x is away\na@b", "http://host/x is away\na@b"),
     ("postgresql://db/mlflow?user=ml&password=secret", "postgresql://db/mlflow"),
 ]
 
@@ -62,6 +65,7 @@ def test_addresses_of_databases_keep_their_query():
     assert without_credentials(address) == "postgresql://host/db?sslmode=require"
     address = "postgresql://host/db?user=me&password=secret&sslmode=require"
     assert without_credentials(address) == "postgresql://host/db?sslmode=require"
+    assert without_credentials("https://host/c?sig=secret&se=1") == "https://host/c?se=1"
 
 
 @pytest.mark.parametrize(

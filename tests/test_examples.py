@@ -74,5 +74,5 @@ def test_the_notebook_runs_in_order(in_tmp: Path, capfd: pytest.CaptureFixture[s
             if cell["cell_type"] == "code":
                 exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), names)
         printed = capfd.readouterr().out
-    for part in ("MFU", "samples/s", "timings.html"):
+    for part in ("MFU", "samples/s", "report.html"):
         assert part in printed

@@ -44,6 +44,7 @@ from lightning_perf.traces.uploads import (
     PendingUpload,
     append_pending,
 )
+from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.runs import read_folder
 from lightning_perf.tracking.summary import SummaryError, description, panel, read_summary
 
@@ -125,6 +126,7 @@ def test_a_damaged_summary_is_refused_or_shown(
         return
     Console(file=io.StringIO()).print(panel(run.summary))
     assert isinstance(description(run.summary), str)
+    assert report_page(run.summary)
 
 
 class Enough(Exception):
@@ -155,8 +157,8 @@ def test_a_damaged_live_summary_is_watched_or_refused(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training.time, "sleep", wait)
         for view in (
-            lambda: watch.run(str(tmp_path), None, json=False),
-            lambda: watch.run(str(tmp_path), None, json=True),
+            lambda: watch(str(tmp_path), json=False),
+            lambda: watch(str(tmp_path), json=True),
             lambda: training._show(training.folder_source(tmp_path), terminal),
         ):
             looks.clear()
@@ -301,7 +303,7 @@ def test_a_damaged_upload_list_is_read_without_the_damage(
         for entry in read_pending(tmp_path):
             texts = (entry.path, entry.remote, entry.run_name, entry.error)
             assert all(isinstance(text, str) for text in (*texts, *entry.target))
-        assert upload.run(str(tmp_path), None, False) in (0, 1)
+        assert upload(str(tmp_path)) in (0, 1)
 
 
 def test_an_upload_list_sends_no_outside_file(tmp_path: Path) -> None:
@@ -315,12 +317,10 @@ def test_an_upload_list_sends_no_outside_file(tmp_path: Path) -> None:
         append_pending(folder, PendingUpload(str(path), f"{names}/{path.name}", "run", "e", store))
     append_pending(folder, PendingUpload(str(folder / "own"), "../../up", "run", "e", store))
     to = [f"file://{tmp_path}/store"]
-    assert upload.run(str(folder), None, False, to=to) == 1
+    assert upload(str(folder), to=to) == 1
     assert not (tmp_path / "up").exists()
     assert [path.name for path in tmp_path.rglob("store/*")] == ["own"]
-    assert (
-        upload.run(str(folder), None, False, outside=True, to=to) == 1
-    )  # the name that points outside stays
+    assert upload(str(folder), outside=True, to=to) == 1  # the name that points outside stays
     assert {path.name for path in tmp_path.rglob("store/*")} == {"own", "secret", "link"}
 
 
@@ -338,7 +338,7 @@ def test_no_control_character_of_a_file_reaches_the_terminal(
     content = json.loads((run_folder / "summary.json").read_text())
     window = content["stages"]["train"]["whole_run"]
     window["timings"] = {EVIL: sum(window["timings"].values())}
-    content |= {"run": EVIL, "culprits": [{"name": EVIL, "share": 0.5, "calls": 1}]}
+    content |= {"run": EVIL, "culprits": [{"name": EVIL, "seconds": 1.0, "share": 0.5, "calls": 1}]}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text(json.dumps(content))
     (tmp_path / "run" / f"{EVIL.replace('/', '')}.html").touch()

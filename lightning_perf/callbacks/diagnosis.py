@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from math import nan
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lightning_perf import charts
-from lightning_perf.cgroup import usable_cpus
 from lightning_perf.checks import flag, is_list
 from lightning_perf.core.progress import Moment
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
-from lightning_perf.diagnosis.report import document, report_page
-from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Record, Setup, Step
-from lightning_perf.errors import ConfigError, describe, warn
-from lightning_perf.flops import is_compiled
+from lightning_perf.diagnosis.rules import without_none
+from lightning_perf.errors import ConfigError, describe
 from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.profilers.recording import OpenRecording
-from lightning_perf.run import compat, destination
 from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.collector import Collector
 from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
-from lightning_perf.timing.clock import GcTimer, run_queue
-from lightning_perf.timing.totals import Action, Cost
-from lightning_perf.traces.events import TraceError
-from lightning_perf.traces.names import folder_format
+from lightning_perf.tracking.page import SENSORS
 
 if TYPE_CHECKING:
-    from lightning_perf.diagnosis.signals import Costs, Signals
-    from lightning_perf.run.batches import BatchRecord
+    from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.run.run import Run
-    from lightning_perf.traces.summary import TraceSummary
+    from lightning_perf.timing.totals import Action, Cost
 
-_FOLDER = "{run_name}/diagnosis"
+#: Where the capture is: apart from the traces of a profiler of the user's own.
+_FOLDER = "{run_name}/diagnosis/capture"
 #: The minimum batches per window: shorter windows take time and show nothing more.
 _FEWEST_BATCHES = 10
-#: torch's name for the time of one compilation.
-_COMPILED = "_compile.compile_inner"
 #: The maximum share of the time for analyses during training, because they compete for the GIL, and
 #: additional seconds for the first ones.
 _MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
@@ -61,16 +45,15 @@ class Diagnosis(WindowCallback):
     While training runs and at its end, rules examine times by category, step times, garbage
     collections, compilations, memory and the machine. ``verdicts`` lists what they found, the most
     costly first; a run without a problem is ``healthy``. The end of the run shows a panel in the
-    terminal and leaves ``diagnosis.json`` and ``report.html`` in ``folder`` and among MLflow's
-    artifacts. ``diagnosis/CODE`` is logged as a metric: the share of the run's wall time that the
-    cause takes, if there is one.
+    terminal. They are in ``summary.json``, and on the page ``report.html`` beside it, both in the
+    run's folder and among MLflow's artifacts. ``diagnosis/CODE`` is logged as a metric: the share
+    of the run's wall time that the cause takes, if there is one.
 
     Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
     on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it
     is less frequent than the schedule says.
 
     Args:
-        folder: Format string of the folder.
         schedule: When to analyse during training. The end is always diagnosed.
         rules: Rules to apply; by default those of the package.
         terminal: Whether to print the summary of the run at its end, verdicts first.
@@ -86,6 +69,7 @@ class Diagnosis(WindowCallback):
         >>> trainer = L.Trainer(callbacks=[Diagnosis(schedule="every 500ba")], logger=False)
     """
 
+    keeps_windows = True
     columns = (
         "timings/*", "progress/batches", "batch/count", "batch/samples", "batch/tokens",
         "memory/*", "system/*",
@@ -94,15 +78,12 @@ class Diagnosis(WindowCallback):
 
     def __init__(
         self,
-        folder: str = _FOLDER,
         schedule: Schedule | str | None = "every 200ba",
         rules: Sequence[Rule] | None = None,
         terminal: bool = True,
         capture: PyTorch | bool | None = None,
     ) -> None:
         super().__init__()
-        folder_format(folder)
-        self.folder = folder
         self.schedule = None if schedule is None else as_schedule(schedule)
         example = "[*lightning_perf.diagnosis.RULES]"
         if rules is not None and not is_list(rules):
@@ -116,11 +97,9 @@ class Diagnosis(WindowCallback):
         self.reaches = {*codes, "healthy", *SEVERITIES}
         self.terminal = self.show_summary = flag("terminal", terminal)
         if isinstance(capture, bool):
-            # Apart from the traces of a profiler of the user's own.
-            place = f"{folder}/capture"
             options: dict[str, Any] = {
-                "folder": place,
-                "remote_file_name": f"{place}/rank{{rank}}.{{batch}}.pt.trace.json",
+                "folder": _FOLDER,
+                "remote_file_name": f"{_FOLDER}/rank{{rank}}.{{batch}}.pt.trace.json",
                 "with_stack": True,
                 "profile_memory": False,
             }
@@ -135,27 +114,20 @@ class Diagnosis(WindowCallback):
         #: The verdicts so far, the most costly first.
         self.verdicts: list[Verdict] = []
         self._findings = Findings()
-        self._record = Record()
-        self._setup = Setup()
-        self._gc: GcTimer | None = None
-        # torch's list of compilations, how many of them are counted, and their cost so far by
-        # category of training.
-        self._compiled: Sequence[float] = ()
-        self._counted, self._compilations = 0, dict[str, Cost]()
-        # The named costs up to each report in flight.
-        self._costs: deque[Costs] = deque()
-        self._next = self._diagnosed = 0
+        # What the summary has at the end besides.
+        self._sections: dict[str, object] = {}
+        # Collects the measurements of this run; and those of the latest diagnosis.
+        self._collector: Collector | None = None
+        self._diagnosed: Signals | None = None
+        self._next = 0
         self._analysing = False
         # When training began, and CPU seconds of analyses since.
         self._start: float | None = None
         self._spent = 0.0
-        # Windows in which a profiler recorded, and recordings of this process.
-        self._recordings = self._opened = 0
-        self._active = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_gc": None}
+        return super().__getstate__() | {"_collector": None}
 
     @property
     @override
@@ -172,25 +144,20 @@ class Diagnosis(WindowCallback):
         super().prepare(context)
         if self.schedule is not None:
             self.schedule.setup(context.schedule_context)
-        context.listen(self._add_steps)
-        # Weak, because `gc` keeps the timer of a run whose end was not announced, and with it this
-        # object.
-        recorder = weakref.proxy(context.require_times())
-        self._gc = GcTimer(lambda: recorder.clock.running)
-        self._gc.open()
+        self._collector = Collector(
+            context, lambda: (OpenRecording.opened, OpenRecording.current is not None)
+        )
         if context.trainer.state.fn == "fit" and context.ranks.global_rank == 0:
             charts.template()  # for the report: here it delays no batch, and the end waits for less
-        self._active = True
 
     @override
     def on_start(self, context: Run) -> None:
         super().on_start(context)
-        self._add_compilations("forward")
+        assert self._collector is not None
+        self._collector.add_compilations("forward")
         if context.stage == "train" and self._start is None:
             self._start = time.monotonic()
-            self._opened = OpenRecording.opened
-            self._record.origin = {**context.times().costs, **self._other_costs()}
-            self._setup = _setup(context)
+            self._collector.begin(context.log_of(self, "train"))
             self._next = context.counters.batch + _FEWEST_BATCHES
 
     @override
@@ -205,12 +172,8 @@ class Diagnosis(WindowCallback):
         return True
 
     @override
-    def window_ended(self, context: Run) -> None:
-        self._add_compilations("validation" if context.nested else "forward")
-        if context.stage == "train" and context.ranks.global_rank == 0:
-            opened, self._opened = self._opened, OpenRecording.opened
-            self._recordings += opened != self._opened or OpenRecording.current is not None
-            self._costs.append({**context.times(latest=True).costs, **self._other_costs()})
+    def costs(self) -> Mapping[Action, Cost]:
+        return {} if self._collector is None else self._collector.costs()
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -220,12 +183,10 @@ class Diagnosis(WindowCallback):
         sample_ranks(context.sampler, window)
         if window.rank != 0:
             return None
-        # Without the totals since the run began, since many windows are kept.
-        kept = replace(window, totals=())
-        self._record.add(kept, self._costs.popleft())
-        if not window.at_end and not self._analysing and self._wanted(window, context):
+        collector, late = self._collector, window.at_end or self._analysing
+        if collector is not None and not late and self._wanted(window, context):
             self._analysing = True
-            job = partial(self._analyse, self._signals(context), context, window.step)
+            job = partial(self._analyse, collector.signals(), context, window.step)
             if not context.file_worker.submit(job, "the diagnosis"):
                 self._analysing = False
         context.deliver()
@@ -241,47 +202,6 @@ class Diagnosis(WindowCallback):
         allowed = _FIRST_SECONDS + _MOST_TIME * (time.monotonic() - self._start)
         return self.schedule(moment) and self._spent <= allowed
 
-    def _add_steps(self, stage: str, records: Sequence[BatchRecord]) -> None:
-        if stage == "train" and not self.disabled:
-            first = next((record.seconds for record in records if record.first), None)
-            steps = [
-                Step(
-                    nan if record.slowed else record.seconds,
-                    nan if record.cost is None else record.cost.total,
-                    record.begins_epoch,
-                )
-                for record in records
-            ]
-            self._record.add_steps(steps, first)
-
-    def _other_costs(self) -> Costs:
-        """The costs of compilations, waits for a CPU, recordings and collections so far."""
-        collections = self._gc.costs if self._gc is not None else {}
-        recordings = {RECORDING: Cost(0.0, self._recordings)}
-        compilations = {
-            Action(COMPILE, category, "torch.compile"): cost
-            for category, cost in self._compilations.items()
-            if cost.calls
-        }
-        return {**compilations, **run_queue(), **recordings, **collections}
-
-    def _add_compilations(self, category: str) -> None:
-        """Add the compilations since the last call."""
-        utils: Any = sys.modules.get("torch._dynamo.utils")
-        compiled = getattr(utils, "compilation_time_metrics", {}).get(_COMPILED, ())
-        # torch.compiler.reset() begins another list.
-        new = compiled[self._counted if compiled is self._compiled else 0 :]
-        self._compiled, self._counted = compiled, len(compiled)
-        seconds, calls = self._compilations.get(category, (0.0, 0))
-        self._compilations[category] = Cost(seconds + sum(new), calls + len(new))
-
-    def _signals(self, context: Run) -> Signals:
-        # Lightning creates this loader with the first validation.
-        loader = _loader(compat.validation_loader(context.trainer))
-        return self._record.signals(
-            replace(self._setup, validation_loader=loader), context.training_mfu()
-        )
-
     def _analyse(self, signals: Signals, context: Run, step: int) -> None:
         """Diagnose; on a worker thread while training runs."""
         began = time.thread_time()
@@ -290,9 +210,9 @@ class Diagnosis(WindowCallback):
         finally:
             self._spent += time.thread_time() - began
             self._analysing = False
-        if signals.batches < self._diagnosed:
+        if self._diagnosed is not None and signals.batches < self._diagnosed.batches:
             return  # the run has ended and was diagnosed meanwhile
-        self._diagnosed = signals.batches
+        self._diagnosed = signals
         self._findings, self.verdicts = findings, list(findings.verdicts)
         reached = context.reached
         found = [name for each in self.verdicts for name in (each.code, each.severity)]
@@ -309,81 +229,42 @@ class Diagnosis(WindowCallback):
     @override
     def close(self, context: Run, reason: str) -> None:
         super().close(context, reason)
-        # A trace is written before the report about it.
-        if self._capture is not None and reason != "failure":
-            self._capture.call(self._capture.close, context, reason)
         if self.schedule is not None:
             self.schedule.close()
-        if self._gc is not None:
-            self._gc.close()
-        if not self._active:
+        collector, self._collector = self._collector, None
+        if collector is None:
             return
-        self._active = False
+        collector.close()
         if reason == "failure" or self._start is None or context.ranks.global_rank != 0:
             return
-        signals = self._signals(context)
+        signals = collector.signals()
         self._analyse(signals, context, context.step)
         context.deliver()
-        self._leave_files(context, signals)
-
-    def _leave_files(self, context: Run, signals: Signals) -> None:
-        findings, captured = self._findings, cache(self._captured)
-        texts: dict[str, Callable[[], str]] = {
-            "diagnosis.json": lambda: json.dumps(document(signals, findings, captured()), indent=1),
-            "report.html": lambda: report_page(signals, findings, captured()),
+        table = context.log_of(self, "train").table(context.times())
+        idle = signals.gpu_idle
+        averages = {name: signals.average(f"system/{name}") for name in SENSORS}
+        averages["gpu_util"] = None if idle is None else 100 * (1 - idle)
+        self._sections = {
+            "culprits": [row._asdict() for row in table],
+            "system": without_none(**averages),
         }
-        files = {name: destination.text_file(text) for name, text in texts.items()}
-        try:
-            context.write_files(self.folder, files, "train")
-        except OSError as error:
-            warn(f"the diagnosis was not written ({describe(error)}): see Diagnosis.verdicts.")
+        if self._capture is not None:
+            self._sections["capture"] = cache(self._captured)
 
-    def _captured(self) -> TraceSummary | str | None:
-        """The captured trace, or why there is none; None if no capture was requested."""
-        if self._capture is None:
-            return None
+    def _captured(self) -> Mapping[str, object]:
+        """The summary of the captured trace, or why there is none."""
+        assert self._capture is not None
         try:
-            return self._capture.trace_summary()
+            found = self._capture.trace_summary().as_dict()
         except Exception as error:
-            return str(error) if isinstance(error, LookupError | TraceError) else describe(error)
+            why = str(error) if isinstance(error, LookupError) else describe(error)
+            return {"missing": why}
+        return {name: value for name, value in found.items() if value is not None}
 
     @override
     def summary_sections(self) -> Mapping[str, object]:
-        verdicts = [verdict.as_dict() for verdict in self.verdicts]
-        return {"verdicts": verdicts, "abstained": dict(self._findings.abstained)}
-
-
-def _setup(context: Run) -> Setup:
-    """The settings of a training that begins."""
-    trainer, limits = context.trainer, context.limits
-    return Setup(
-        device=trainer.strategy.root_device.type,
-        world_size=context.ranks.world_size,
-        cpus=usable_cpus(),
-        threads=torch.get_num_threads(),
-        precision=str(trainer.precision),
-        compiled=is_compiled(context.module),
-        log_every_n_steps=compat.log_every_n_steps(trainer),
-        batches_per_epoch=limits.batches_per_epoch,
-        automatic_optimization=context.module.automatic_optimization,
-        reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
-        loader=_loader(compat.training_loader(trainer)),
-        ours=frozenset({"lightning_perf", *(type(each).__name__ for each in context.members)}),
-    )
-
-
-def _loader(loader: Any) -> Loader | None:
-    pipeline = getattr(loader, "pipeline", None)
-    if isinstance(pipeline, list) and pipeline:  # webdataset's WebLoader begins with a DataLoader
-        loader = pipeline[0]
-    if not hasattr(loader, "num_workers"):
-        return None
-    owners = loader, getattr(loader, "batch_sampler", None)
-    sizes = (getattr(owner, "batch_size", None) for owner in owners)
-    return Loader(
-        num_workers=int(loader.num_workers),
-        batch_size=next((size for size in sizes if isinstance(size, int)), None),
-        pin_memory=bool(getattr(loader, "pin_memory", False)),
-        persistent_workers=bool(getattr(loader, "persistent_workers", False)),
-        iterable=isinstance(getattr(loader, "dataset", None), IterableDataset),
-    )
+        return {
+            "verdicts": [verdict.as_dict() for verdict in self.verdicts],
+            "abstained": dict(self._findings.abstained),
+            **self._sections,
+        }

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from typing_extensions import override
 
-from lightning_perf.charts.stacked import heatmap_html, stacked_html
-from lightning_perf.core.window import PerRank, Window
+from lightning_perf.core.window import Window
 from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of
-from lightning_perf.errors import describe, warn
-from lightning_perf.run.history import TIMES, History, Point, table_totals
 from lightning_perf.run.window_callback import WindowCallback
+from lightning_perf.run.window_log import TIMES, WindowLog, rounded
 from lightning_perf.schedule import Schedule
-from lightning_perf.timing.totals import (
-    TABLED,
-    Share,
-    folded,
-)
+from lightning_perf.timing.totals import Share
 
 if TYPE_CHECKING:
     from lightning_perf.run.run import Run
 
-_FOLDER = "{run_name}/timings"
+#: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
+_MOST_RANKS = 512
 #: The number of windows in which a straggler is searched.
 _RECENT = 10
-#: Maximum reports in the chart.
-_MOST_ROWS = 500
-#: Maximum reports in the picture of all ranks; beyond it, adjacent ones are merged.
-_MOST_REPORTS = 400
 #: The columns that Determined tracks in training.
 _DETERMINED = (
     "timings/dataloader_next", "timings/to_device", "timings/train_batch",
@@ -62,8 +51,8 @@ class Timings(WindowCallback):
     for the next batch. The device is never synchronized for that.
 
     At the end of a run, ``table`` lists callbacks, loggers and checkpoints by cost. It is in
-    ``summary.json``, and with a chart of the time per step in ``{run_name}/timings/timings.html``
-    (with several ranks ``ranks.html`` shows how late each rank was). Both are uploaded to MLflow.
+    ``summary.json``, and with a chart of the time per step on the page ``report.html`` beside it
+    (with several ranks it also shows how late each rank was). Both are uploaded to MLflow.
 
     Args:
         schedule: When to report; by default every ``Trainer(log_every_n_steps)``.
@@ -77,6 +66,7 @@ class Timings(WindowCallback):
         >>> trainer = L.Trainer(callbacks=[Timings(schedule="every 100ba")], logger=False)
     """
 
+    keeps_windows = True
     columns: Sequence[str] = ("timings/*", "progress/batches")
     units: Mapping[str, str] = {"timings/*": "s per batch"}
 
@@ -84,38 +74,34 @@ class Timings(WindowCallback):
         super().__init__(schedule)
         #: The costs of callbacks, loggers and checkpoints; complete at the end of the run.
         self.table: list[Share] = []
-        self._history = History()
+        # The windows of the run's main stage.
+        self._log: WindowLog | None = None
         #: The rank or node that the others wait for, in the last windows.
         self.straggler: Straggler | None = None
         self._work: deque[Work] = deque(maxlen=_RECENT)
-        # Steps, and the lateness of each rank: seconds per batch above the median rank.
-        self._lateness: list[tuple[int, PerRank]] = []
         # Seconds per batch, and batches, in the last report of the run's main stage.
         self._last: dict[str, float] = {}
         self._last_batches = 0
         self._stage = ""
-        self._active = False
 
     @property
     def rows(self) -> Sequence[tuple[int, Mapping[str, float]]]:
-        """Step and seconds per batch by category of each report, for charts.
+        """Step and seconds per batch by category of each report.
 
         They are of the main stage of the run; adjacent rows are merged if there are too many.
         """
-        rows = []
-        for early, late in pairwise(self._history.points):
-            batches = late.batch - early.batch
-            totals = late.totals.items()
-            each = {TIMES[k]: (v - early.totals[k]) / batches for k, v in totals}
-            rows.append((late.step, each))
-        return rows
+        windows = [] if self._log is None else self._log.windows()
+        return [
+            (each.step, {n: each.mean(column) / each.batches for column, n in TIMES.items()})
+            for each in windows
+            if each.batches
+        ]
 
     @override
     def prepare(self, context: Run) -> None:
-        self._history, self.table, self._stage = History(), [], ""
-        self.straggler, self._last = None, {}
+        self._log = self.straggler = None
+        self.table, self._stage, self._last = [], "", {}
         self._work.clear()
-        self._lateness.clear()
         if context.ranks.world_size > 1:
             self.columns = (*Timings.columns, "waits/*")
             self.units = {
@@ -127,23 +113,19 @@ class Timings(WindowCallback):
                 **Timings.units,
             }
         super().prepare(context)
-        self._active = True
 
     @override
     def on_start(self, context: Run) -> None:
         super().on_start(context)
         if not self._stage:
             self._stage = context.stage
-            begun = dict.fromkeys(TIMES, 0.0)
-            step, batch = context.step - 1, context.counters.batch
-            start = Point(step, batch, begun, context.times())
-            self._history = History(start, most=_MOST_ROWS)
+            self._log = context.log_of(self, context.stage)
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
-        if window.stage == self._stage:
-            self._keep(window)
         if not window.batches:
+            if window.stage == self._stage and self._last:
+                self._complete(window)
             return None
         found = seconds_per_batch(window)
         if window.stage == self._stage:
@@ -154,14 +136,8 @@ class Timings(WindowCallback):
 
     def _find_straggler(self, window: Window) -> dict[str, float]:
         # The first batch of a run is slow for other reasons.
-        if window.first.batch > self._history.points[0].batch:
-            work = work_of(window)
-            self._work.append(work)
-            if window.rank == 0:
-                self._lateness.append((window.step, work.lateness))
-                if len(self._lateness) > _MOST_REPORTS:
-                    pairs = zip(self._lateness[::2], self._lateness[1::2], strict=False)
-                    self._lateness = [(step, (a + b) / 2) for (_, a), (step, b) in pairs]
+        if self._log is not None and window.first.batch > self._log.reports[0].stamp.batch:
+            self._work.append(work_of(window))
         found = self.straggler = straggler_of(self._work)
         none = -1.0
         return {
@@ -171,51 +147,30 @@ class Timings(WindowCallback):
             "straggler/share": 0.0 if found is None else found.share,
         }
 
-    def _keep(self, window: Window) -> None:
-        """Keep the times for the chart; those after the last batch belong to the last report."""
-        history, totals = self._history, table_totals(window.columns, window.totals)
-        point = Point(window.step, window.last.batch, totals)
-        if history.due(point.batch, window.at_end):
-            history.add(point)
-        elif window.at_end and self._last:
-            history.points[-1] = point
-        if not window.batches and self._last:
-            for column in TIMES:
-                seconds = window.mean(column) / self._last_batches
-                if each := self._last.get(column, 0.0) + seconds:
-                    self._last[column] = each
-            prefix = "" if window.stage == "train" else f"{window.stage}/"
-            self.metrics |= {prefix + column: value for column, value in self._last.items()}
+    def _complete(self, window: Window) -> None:
+        """The time after the last batch belongs to the last report."""
+        for column in TIMES:
+            seconds = window.mean(column) / self._last_batches
+            if each := self._last.get(column, 0.0) + seconds:
+                self._last[column] = each
+        prefix = "" if window.stage == "train" else f"{window.stage}/"
+        self.metrics |= {prefix + column: value for column, value in self._last.items()}
 
     @override
     def close(self, context: Run, reason: str) -> None:
         super().close(context, reason)
-        if not self._active or not self._stage or reason == "failure":
-            return
-        self._active = False
-        start = self._history.points[0]
-        self.table = (context.times() - start.costs).table(TABLED)
-        batches = context.progress.timestamp(self._stage).batch - start.batch
-        if batches and context.ranks.global_rank == 0:
-            self._leave_files(context)
-
-    def _leave_files(self, context: Run) -> None:
-        rows, first = self.rows, self._history.points[0].step + 1
-        files: dict[str, Callable[[Path], None]] = {}
-        if rows:
-            table = folded(self.table)
-            files["timings.html"] = partial(stacked_html, rows=rows, table=table, first=first)
-        if self._lateness:
-            steps, lateness = zip(*self._lateness, strict=True)
-            files["ranks.html"] = partial(heatmap_html, steps=steps, lateness=lateness)
-        try:
-            context.write_files(_FOLDER, files, self._stage)
-        except OSError as error:
-            warn(f"timings were not written ({describe(error)}): see Timings.table and .rows.")
+        if self._log is not None and reason != "failure":
+            self.table = self._log.table(context.times())
 
     @override
     def summary_sections(self) -> Mapping[str, object]:
-        return {"culprits": [row._asdict() for row in self.table]} if self.table else {}
+        if self._log is None:
+            return {}
+        sections: dict[str, object] = {"culprits": [row._asdict() for row in self.table]}
+        windows = [each for each in self._log.windows()[1:] if each.batches]  # without the warm-up
+        if windows and self._stage == "train" and windows[0].world_size > 1:
+            sections["ranks"] = _ranks_table(windows)
+        return sections
 
 
 def seconds_per_batch(window: Window) -> dict[str, float]:
@@ -250,3 +205,17 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         if several > 1:
             found |= window.spread(column, per).metrics(column)
     return found
+
+
+def _ranks_table(windows: Sequence[Window]) -> dict[str, Any]:
+    """How late each rank was: the last step of each window, and seconds per batch by rank.
+
+    With many ranks, several share a list, which has the latest of them.
+    """
+    lateness = np.stack([work_of(window).lateness for window in windows], axis=1)
+    each = -(-len(lateness) // _MOST_RANKS)
+    lateness = np.maximum.reduceat(lateness, np.arange(0, len(lateness), each), axis=0)
+    return {
+        "last": [window.step for window in windows],
+        "lateness": [rounded(row, 3) for row in lateness.clip(min=0.0)],
+    }

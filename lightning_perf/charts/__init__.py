@@ -11,11 +11,11 @@ from base64 import b64encode
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
-from html import escape
 from importlib.resources import files
 from itertools import groupby
 from math import ceil, floor, log10
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from urllib.parse import quote
 from zlib import crc32
 
 if TYPE_CHECKING:
@@ -168,6 +168,18 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
+class Links:
+    """Files, each with its path relative to the page."""
+
+    files: Sequence[tuple[str, str]]
+
+    @property
+    def addresses(self) -> list[tuple[str, str]]:
+        """Names and addresses, which no name of a file can lead elsewhere."""
+        return [(name, f"./{quote(path)}") for name, path in self.files]
+
+
+@dataclass(frozen=True, slots=True)
 class HeatMap:
     """A picture with a value per row and column, from the top left."""
 
@@ -183,7 +195,6 @@ class HeatMap:
 
 # -- flame graphs: in a page, or as files that any browser opens without a network ----------------
 
-_ROW, _TOP = 17, 28
 #: Frames with a smaller share of the picture are left out.
 _SMALLEST_SHARE = 0.0003
 
@@ -224,58 +235,46 @@ class FlameGraph:
     #: Formats a value with its unit.
     text: Callable[[int], str] = str
 
-    def svg(self, style: str = "", script: str = "") -> str:
-        """The picture; it, or its page, must contain ``flame.css`` and ``flame.js``."""
-        frames, depths = [], [0]
-        for name, value, depth, left in _walk(self.root):
-            share = value / max(self.root.value, 1)
-            frames.append(_frame(name, f"{self.text(value)}, {share:.1%}", depth, left, share))
-            depths.append(depth)
-        height = _TOP + (max(depths) + 1) * _ROW + 6
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="flame" width="1200" '
-            f'height="{height}">{style}\n'
-            f'<text class="title" x="3" y="18">{escape(self.title)}: '
-            f"{escape(self.text(self.root.value))}</text>\n"
-            + "\n".join(frames)
-            + f"\n{script}</svg>\n"
+    def svg(self, alone: bool = False) -> str:
+        """The picture, as part of a page or as a file of its own."""
+        return template("flame.svg.jinja").render(
+            title=f"{self.title}: {self.text(self.root.value)}",
+            frames=list(self._boxes()),
+            alone=alone,
+            style=_asset("flame.css"),
+            script=_asset("flame.js"),
         )
 
-    def document(self) -> str:
-        """The picture as a file of its own."""
-        return self.svg(
-            f"<style>{_asset('flame.css')}</style>",
-            f"<script><![CDATA[{_asset('flame.js')}]]></script>\n",
-        )
+    def _boxes(self) -> Iterator[_Box]:
+        """The frames that are large enough to see, callers first."""
+        whole = max(self.root.value, 1)
+        waiting = [("all", self.root, 0, 0.0)]
+        while waiting:
+            name, node, depth, left = waiting.pop()
+            hue = crc32(name.encode(errors="replace")) % 55
+            yield _Box(name, self.text(node.value), depth, left, node.value / whole, hue)
+            calls = sorted(node.calls.items(), key=lambda item: (-item[1].value, item[0]))
+            for called, frame in calls:
+                share = frame.value / whole
+                if share >= _SMALLEST_SHARE:
+                    waiting.append((called, frame, depth + 1, left))
+                left += share
 
 
-def _walk(root: Frame) -> Iterator[tuple[str, int, int, float]]:
-    """Name, value, depth and left edge of each visible frame, callers first."""
-    waiting = [("all", root, 0, 0.0)]
-    while waiting:
-        name, node, depth, left = waiting.pop()
-        yield name, node.value, depth, left
-        for called, frame in sorted(node.calls.items(), key=lambda item: (-item[1].value, item[0])):
-            share = frame.value / max(root.value, 1)
-            if share >= _SMALLEST_SHARE:
-                waiting.append((called, frame, depth + 1, left))
-            left += share
+class _Box(NamedTuple):
+    """A frame of a picture; its left edge and its width are shares of the picture's."""
 
-
-def _frame(name: str, value: str, depth: int, left: float, share: float) -> str:
-    # An inner SVG clips the name at its edge, at any width of the picture.
-    name, hue = escape(name), crc32(name.encode(errors="replace")) % 55
-    return (
-        f'<svg x="{left:.4%}" y="{_TOP + depth * _ROW}" width="{share:.4%}" height="{_ROW - 1}" '
-        f'data-x="{left:.6f}" data-w="{share:.6f}"><title>{name} ({escape(value)})</title>'
-        f'<rect width="100%" height="100%" fill="hsl({hue},75%,68%)"/>'
-        f'<text x="3" y="12">{name}</text></svg>\n'
-    )
+    name: str
+    value: str
+    depth: int
+    left: float
+    share: float
+    hue: int
 
 
 # -- pages ----------------------------------------------------------------------------------------
 
-Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap"
+Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap | Links"
 
 
 def page(title: str, parts: Iterable[Part]) -> str:
@@ -299,10 +298,10 @@ def _asset(name: str) -> str:
 
 
 @cache
-def template() -> Template:
-    """The template of all pages; the first call imports jinja2, which takes some 50 ms."""
+def template(name: str = "page.html.jinja") -> Template:
+    """A template of this package; the first call imports jinja2, which takes some 50 ms."""
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["percent"] = lambda share, digits=1: f"{share:.{digits}%}"
-    return environment.from_string(_asset("page.html.jinja"))
+    return environment.from_string(_asset(name))

@@ -6,7 +6,6 @@ import struct
 import zlib
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -17,40 +16,22 @@ from lightning_perf.charts import (
     OTHER,
     Areas,
     Bar,
-    Heading,
     HeatMap,
     Layer,
-    Part,
     Table,
-    page,
     ticks,
 )
-from lightning_perf.files import write_text
+from lightning_perf.timing.totals import Share, folded
 from lightning_perf.units import duration, three_digits, time_unit
 
 #: A step, and the mean seconds per batch of each category since the row before.
 Row: TypeAlias = tuple[int, Mapping[str, float]]
-#: A callback or logger: name, total seconds, number of calls, share of the run (0 to 1).
-TableRow: TypeAlias = tuple[str, float, int, float]
 Numbers: TypeAlias = NDArray[np.float64]
 
-_TITLE = "Where the time of a batch went"
-#: More points would be drawn over one another.
-MAX_POINTS = 500
 #: Categories with a smaller share join "other".
 _SMALLEST_SHARE = 0.005
 #: In charts of at least `_FEWEST_ROWS`, values above `_PEAK` times this percentile are cut off.
 _PEAK, _PERCENTILE, _FEWEST_ROWS = 3.0, 95, 20
-
-
-def stacked_html(
-    path: str | Path, rows: Sequence[Row], table: Sequence[TableRow] = (), first: int = 0
-) -> None:
-    """Write a page about where the time of a batch went, over the steps from the first on."""
-    parts: list[Part] = [stack(rows, first)]
-    if table:
-        parts += [Heading("Callbacks and loggers"), _costs(table)]
-    write_text(Path(path), page(_TITLE, parts))
 
 
 def stack(rows: Sequence[Row], first: int = 0) -> Areas:
@@ -68,13 +49,10 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
     steps, begins, counts = np.unique(ends, return_index=True, return_counts=True)
     # Rows of the same step share it.
     widths = (np.diff(steps, prepend=first - 1) / counts).repeat(counts)
-    kept = np.unique(np.linspace(0, len(steps), MAX_POINTS, endpoint=False, dtype=int))
-    layers = _layers(rows, widths, begins[kept])
-    lasts = [int(step) for step in steps[np.append(kept[1:], len(steps)) - 1]]
+    layers = _layers(rows, widths, begins)
+    lasts = [int(step) for step in steps]
     firsts = [first, *(step + 1 for step in lasts)]
     top, cut = _top(lasts, sum((np.array(layer.values) for layer in layers), np.zeros(len(lasts))))
-    merged = len(rows) / len(lasts)
-    averaged = f"Each window is the mean of about {merged:.3g} reports." if merged > 1 else ""
     mean = duration(sum(layer.amount for layer in layers))
     summary = f"{mean} per batch on average, {_steps(first, lasts[-1])}"
     axis = ticks(first - 0.5, lasts[-1] + 0.5)
@@ -90,7 +68,7 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
         y_label=" per batch",
         legend=("category", "per batch", "share"),
         summary=summary if layers else "No batch was timed.",
-        notes=tuple(note for note in (cut, averaged) if note),
+        notes=(cut,) if cut else (),
     )
 
 
@@ -114,7 +92,7 @@ def _layers(rows: Sequence[Row], widths: Numbers, starts: NDArray[np.int_]) -> t
     return tuple(
         Layer(
             name,
-            COLOURS[name],
+            COLOURS.get(name, COLOURS[OTHER]),
             (np.add.reduceat(seconds, starts) / sizes).tolist(),
             float(seconds.sum() / widths.sum()),
             float(seconds.sum() / total),
@@ -134,7 +112,7 @@ def _top(steps: Sequence[int], totals: Numbers) -> tuple[float, str]:
     return top, f"{cut} cut off (up to {duration(highest)}, at step {at})."
 
 
-def _costs(table: Sequence[TableRow]) -> Table:
+def costs(table: Sequence[Share]) -> Table:
     """Callbacks and loggers, the most costly first."""
     return Table(
         ("name", "seconds", "calls", "per call", "share of the run", ""),
@@ -145,47 +123,43 @@ def _costs(table: Sequence[TableRow]) -> Table:
                 f"{calls:,}",
                 duration(seconds / calls) if calls else "",
                 f"{share:.1%}",
-                Bar([(min(share, 1.0), "var(--faint)", f"{share:.1%}")]),
+                Bar([(min(max(share, 0.0), 1.0), "var(--faint)", f"{share:.1%}")]),
             )
-            for name, seconds, calls, share in sorted(table, key=lambda row: -row[1])
+            for name, seconds, calls, share in sorted(folded(table), key=lambda row: -row[1])
         ],
     )
 
 
 # -- how late each rank is ------------------------------------------------------------------------
 
-_RANKS_TITLE = "Ranks that the others wait for"
 _RANKS_COLOUR = (219, 78, 16)
-#: Rows of the picture; more ranks share a row, which shows the latest of them.
-_MOST_RANKS = 512
 
 
-def heatmap_html(path: str | Path, steps: Sequence[int], lateness: Sequence[Numbers]) -> None:
-    """Write a page that shows for each rank, over the steps, how much longer its own work takes.
+def heatmap(steps: Sequence[float], lateness: Sequence[Sequence[float]], ranks: int = 0) -> HeatMap:
+    """A picture of how much longer each rank's own work takes, over the steps.
 
-    For each window, ``steps`` has its last step, and ``lateness`` one value per rank: seconds per
-    batch above the median rank.
+    For each window, ``steps`` has its last step. ``lateness`` has one row per rank, in seconds per
+    batch above the median rank; of more ``ranks`` than rows, several share a row.
     """
-    table = np.stack(lateness, axis=1).clip(min=0.0)
-    ranks, _ = table.shape
+    table = np.array(lateness, dtype=float).clip(min=0.0)
     top = float(table.max())
     latest = int(table.mean(axis=1).argmax())
-    each = -(-ranks // _MOST_RANKS)
-    shown = np.maximum.reduceat(table, np.arange(0, ranks, each), axis=0)
-    alpha = (255 * shown / (top or 1.0)).round().astype(np.uint8)
+    ranks = max(ranks, len(table))
+    each = -(-ranks // len(table))
+    alpha = (255 * table / (top or 1.0)).round().astype(np.uint8)
     mean = duration(float(table[latest].mean()))
-    part = HeatMap(
+    name = f"rank {latest * each}" if each == 1 else f"among ranks {latest * each} and following"
+    return HeatMap(
         image="data:image/png;base64," + b64encode(_image(alpha)).decode(),
         y_ticks=[(0.0, "rank 0"), (1.0, f"rank {ranks - 1:,}")],
-        x_ticks=[(0.0, f"{steps[0]:,}"), (1.0, f"{steps[-1]:,}")],
+        x_ticks=[(0.0, f"{steps[0]:,.0f}"), (1.0, f"{steps[-1]:,.0f}")],
         x_label="step",
         summary=(
             f"Own work per batch, without waiting, above the median rank: from nothing (blank) to "
-            f"{duration(top)} (full colour). The latest on average is rank {latest} ({mean})."
+            f"{duration(top)} (full colour). The latest on average is {name} ({mean})."
         ),
         notes=(f"Each row is the latest of {each} ranks.",) if each > 1 else (),
     )
-    write_text(Path(path), page(_RANKS_TITLE, [part]))
 
 
 def _image(alpha: NDArray[np.uint8]) -> bytes:

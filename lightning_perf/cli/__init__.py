@@ -7,15 +7,14 @@ import os
 import re
 import sys
 import warnings
-from argparse import ArgumentParser
-from dataclasses import dataclass
-from functools import partial
+from argparse import REMAINDER, ArgumentParser
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import Parameter, cleandoc, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.checks import install_command
-from lightning_perf.errors import PerfWarning, did_you_mean
+from lightning_perf.errors import PerfWarning, did_you_mean, redacted
 from lightning_perf.terminal import say
 
 if TYPE_CHECKING:
@@ -35,45 +34,11 @@ _INSTALLS = {
 }
 
 
+#: An argument in a docstring: its name, the name of its value, and its text.
+_ARGUMENT = re.compile(r"^    (\w+)(?: \((\S+)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
+#: Second names of options.
+_SHORT = {"output": ("-o",)}
 _formatwarning = warnings.formatwarning
-#: The name of an argument, or the names of an option, and further options of argparse.
-Argument = tuple[str, dict[str, Any]]
-
-
-@dataclass
-class Command:
-    """A subcommand: a function that returns the exit code, or raises `Failure`."""
-
-    arguments: Sequence[Argument]
-    #: Takes the arguments' values; its docstring is the description.
-    run: Callable[..., int]
-
-
-def command(*arguments: Argument) -> Callable[[Callable[..., int]], Command]:
-    """Make a function a subcommand with these arguments."""
-    return partial(Command, arguments)
-
-
-def argument(name: str, text: str, **options: Any) -> Argument:
-    """An argument of a command, with further options of ``argparse``."""
-    text = text.replace("%", "%%")
-    if options.get("default") is not None:
-        text += " (default: %(default)s)"
-    return name, {"help": text, **options}
-
-
-def flag(name: str, text: str) -> Argument:
-    """An option without a value."""
-    return name, {"action": "store_true", "help": text}
-
-
-#: Options of several commands.
-JSON = flag("--json", "Print JSON.")
-TRACKING_URI = argument(
-    "--tracking-uri",
-    "The MLflow tracking address; by default MLFLOW_TRACKING_URI, or ./mlflow.db.",
-    metavar="ADDRESS",
-)
 
 
 class Failure(Exception):
@@ -138,7 +103,8 @@ def _remedy(error: ImportError, package: str) -> str:
     return f"a package cannot be imported ({error}). Try pip install --upgrade lightning_perf."
 
 
-def _commands() -> dict[str, Command]:
+def _commands() -> dict[str, Callable[..., int]]:
+    """The function of each command."""
     modules = {name: import_module(f"{__name__}.{module}") for name, module in _COMMANDS.items()}
     return {name: getattr(module, name) for name, module in modules.items()}
 
@@ -165,21 +131,16 @@ def _run(args: Sequence[str]) -> int:
     if not args:
         parser.print_help(sys.stderr)
         return 2
-    args = _separated(args)
-    # What follows two dashes is the command of `run`, whose options are not ours.
-    end = args.index("--") if "--" in args else len(args)
-    chosen, unknown = parser.parse_known_args([_dashed(each) for each in args[:end]])
+    if args[0] != "run":  # whose arguments are those of another command
+        args = [_dashed(each) for each in args]
+    chosen, unknown = parser.parse_known_args(args)
     settings = vars(chosen)
     name = settings.pop("subcommand")
     settings.pop("print_completion", None)
     if unknown:
         subcommands.choices[name].error(f"there is no option {unknown[0]}")
-    if end < len(args):
-        if name != "run":
-            parser.error(f"{name} takes no command after --")
-        settings["command"] = args[end + 1 :]
     try:
-        code: int = commands[name].run(**settings)
+        code = commands[name](**settings)
     # The reader, such as head, has ended; rich exits then. A comparison must not pass so.
     except (BrokenPipeError, SystemExit):
         _discard_output()
@@ -188,6 +149,7 @@ def _run(args: Sequence[str]) -> int:
         why = str(error).rstrip(".")
         if isinstance(error, OSError) and error.filename:
             why = f"{error.filename}: {error.strerror}"
+        why = redacted(why)  # it may name an address as the run
         say(f"lightning-perf {name}: {why}{'' if why.endswith('?') else '.'}", file=sys.stderr)
         code = error.code if isinstance(error, Failure) else 2
     return code
@@ -215,26 +177,42 @@ class _Parser(ArgumentParser):
         self.exit(2, f"{self.prog}: {message}. {advice}\n")
 
 
-def _add(subcommands: Any, name: str, command: Command) -> None:
-    """Add a subcommand to the parser."""
-    description = " ".join((command.run.__doc__ or "").split())
+def _add(subcommands: Any, name: str, command: Callable[..., int]) -> None:
+    """Add a subcommand to the parser, with the texts of its docstring.
+
+    Parameters are arguments, and those by keyword alone are options. ``name (METAVAR): text`` also
+    names the value.
+    """
+    about, _, arguments = cleandoc(command.__doc__ or "").partition("\nArgs:\n")
+    description = " ".join(about.split())
     summary = description.partition(". ")[0].rstrip(".")
     parser = subcommands.add_parser(name, help=summary, description=description)
-    if name == "run":
-        parser.usage = "%(prog)s [--config FILE] [--] COMMAND"
-    for names, options in command.arguments:
-        parser.add_argument(*names.split(), **options)
-
-
-def _separated(args: Sequence[str]) -> list[str]:
-    """The arguments, with two dashes before the command of `run`."""
-    args = list(args)
-    if args[0] != "run":
-        return args
-    at = 1
-    while at < len(args) and args[at].startswith("-") and args[at] != "--":
-        at += 1 + (args[at] == "--config")
-    return args if args[at : at + 1] == ["--"] else [*args[:at], "--", *args[at:]]
+    texts = {argument: texts for argument, *texts in _ARGUMENT.findall(arguments)}
+    for parameter in signature(command, eval_str=True).parameters.values():
+        kind, default = parameter.annotation, parameter.default
+        # Without docstrings, as with python -OO, there are no texts.
+        metavar, text = texts.get(parameter.name, ("", ""))
+        names = [parameter.name]
+        options: dict[str, Any] = {"help": " ".join(text.split()).replace("%", "%%")}
+        if parameter.kind is Parameter.KEYWORD_ONLY:
+            names = [f"--{parameter.name.replace('_', '-')}", *_SHORT.get(parameter.name, ())]
+        elif default is not Parameter.empty:
+            options["nargs"] = "?"
+        if kind == list[str]:
+            options["nargs"] = REMAINDER if name == "run" else "*"
+        elif kind == list[str] | None:
+            options["action"] = "append"
+        elif kind is int:
+            options["type"] = int
+        if kind is bool:
+            options["action"] = "store_true"
+        else:
+            options["metavar"] = metavar or None
+        if default is not Parameter.empty:
+            options["default"] = default
+        if default and isinstance(default, str):
+            options["help"] += " (default: %(default)s)"
+        parser.add_argument(*names, **options)
 
 
 def _dashed(argument: str) -> str:

@@ -10,17 +10,9 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.cli import (
-    JSON,
-    TRACKING_URI,
-    Failure,
-    argument,
-    command,
-    flag,
-    print_json,
-)
+from lightning_perf.cli import Failure, print_json
 from lightning_perf.errors import describe, without_credentials
 from lightning_perf.files import check_own, walked
 from lightning_perf.terminal import new_console, say
@@ -32,60 +24,51 @@ from lightning_perf.tracking.tracker import STORE, check_store, store_target
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
 
-    from lightning_perf.traces.combine import Collective, RankTrace
+    from lightning_perf.traces.combine import Collective
 
 #: Collectives that are shown.
 _MOST_SHOWN = 5
 
 
-@command(
-    argument("file", "The trace to summarize: .json or .json.gz.", nargs="?"),
-    argument(
-        "--combine",
-        "Merge the traces of this folder, or of a run's id or name in MLflow.",
-        metavar="FOLDER|RUN",
-    ),
-    argument("--output -o", "The file to write.", default="all.json.gz"),
-    argument(
-        "--window",
-        "Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz, and "
-        "validate/12 for that of validation.",
-    ),
-    TRACKING_URI,
-    JSON,
-)
 def trace(
-    file: str | None,
-    json: bool,
-    combine: str | None,
-    output: str,
-    window: str | None,
-    tracking_uri: str | None,
+    file: str | None = None,
+    *,
+    combine: str | None = None,
+    output: str = "all.json.gz",
+    window: str | None = None,
+    tracking_uri: str | None = None,
+    json: bool = False,
 ) -> int:
-    """Summarize a trace of the PyTorch profiler, or merge those of all ranks into one for Perfetto."""  # noqa: E501
-    from lightning_perf.traces.events import TraceError
+    """Summarize a trace of the PyTorch profiler, or merge those of all ranks for Perfetto.
 
+    Args:
+        file: The trace to summarize: .json or .json.gz.
+        combine (FOLDER|RUN): Merge the traces of this folder, or of a run's id or name in MLflow.
+        output (FILE): The file to write.
+        window: Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz, and
+            validate/12 for that of validation.
+        tracking_uri (ADDRESS): The MLflow tracking address; by default MLFLOW_TRACKING_URI, or
+            ./mlflow.db.
+        json: Print JSON.
+    """
     if file is not None and Path(file).is_dir():
         raise Failure(f"{file} is a folder. Try --combine {file}, or one of its files")
-    try:
-        if file is not None and combine is None:
-            _summarize(Path(file), json)
-        elif file is None and combine is not None:
-            with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-                target = Path(output)
-                # The user's own link; not /dev/stdout, which may be one to a file of the shell.
-                if target.is_symlink() and not target.is_relative_to("/dev"):
-                    target = target.resolve()
-                check_own(target)  # before seconds of reading: a device is not replaced
-                _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)
-        else:
-            raise Failure("name either a trace or --combine FOLDER")
-    except TraceError as error:
-        raise Failure(error) from error
+    if file is not None and combine is None:
+        _summarize(Path(file), json)
+    elif file is None and combine is not None:
+        with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
+            target = Path(output)
+            # The user's own link; not /dev/stdout, which may be one to a file of the shell.
+            if target.is_symlink() and not target.is_relative_to("/dev"):
+                target = target.resolve()
+            check_own(target)  # before seconds of reading: a device is not replaced
+            _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)
+    else:
+        raise Failure("name either a trace or --combine FOLDER")
     return 0
 
 
@@ -150,15 +133,11 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         print_json({
             "file": str(target), "events": events, "missing_ranks": missing,
             "ranks": [
-                {"rank": trace.rank, "clock_shift_us": _shift(trace, traces[0]),
+                {"rank": trace.rank, "clock_shift_us": trace.correction,
                  "residual_error_us": trace.error}
                 for trace in traces
             ],
-            "collectives": [
-                {"name": collective.name, "number": collective.number, "last_rank": collective.last,
-                 "waited_us": collective.waited}
-                for collective in collectives
-            ],
+            "collectives": [collective._asdict() for collective in collectives],
         })  # fmt: skip
         return
     console = new_console()
@@ -171,16 +150,11 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         if trace.error is None:
             console.print(f"rank {trace.rank}: nothing in common with rank 0, clock as it is")
             continue
-        shift = abs(_shift(trace, traces[0]))
-        text = f"shifted by {duration(shift / 1e6)}" if shift else "not shifted"
+        shift = abs(trace.correction) / 1e6
+        text = f"shifted by {duration(shift)}" if shift else "not shifted"
         error = duration(trace.error / 1e6)
         console.print(f"rank {trace.rank}: clock {text}, residual error {error}")
     _show_collectives(console, collectives, len(traces))
-
-
-def _shift(trace: RankTrace, first: RankTrace) -> float:
-    """Microseconds by which a rank's clock was shifted."""
-    return trace.shift - (trace.base - first.base)
 
 
 def _show_collectives(console: Console, collectives: Sequence[Collective], ranks: int) -> None:
@@ -191,11 +165,15 @@ def _show_collectives(console: Console, collectives: Sequence[Collective], ranks
         return
     table = Table("collective", "last rank", "the others waited (median)", title="Longest waits")
     for collective in collectives[:_MOST_SHOWN]:
-        others = [wait for rank, wait in collective.waited.items() if rank != collective.last]
+        others = [
+            wait for rank, wait in collective.waited_us.items() if rank != collective.last_rank
+        ]
         waited = duration(median(others) / 1e6)
-        table.add_row(f"{collective.name} #{collective.number}", f"rank {collective.last}", waited)
+        table.add_row(
+            f"{collective.name} #{collective.number}", f"rank {collective.last_rank}", waited
+        )
     console.print(table)
-    ((most, times),) = Counter(collective.last for collective in collectives).most_common(1)
+    ((most, times),) = Counter(collective.last_rank for collective in collectives).most_common(1)
     share = times / len(collectives)
     console.print(
         f"Rank {most} came last to {share:.0%} of {len(collectives)} collectives of {ranks} ranks."
@@ -207,48 +185,43 @@ def _show_collectives(console: Console, collectives: Sequence[Collective], ranks
 _MISSING = "the file is missing; --forget-missing removes it from the list"
 
 
-@command(
-    argument("folder", "The folder to search for lists, with subfolders.", nargs="?", default="."),
-    argument(
-        "--tracking-uri",
-        "The MLflow tracking address to use instead of the listed one, for example with a "
-        "password; by default MLFLOW_TRACKING_URI, or ./mlflow.db. It gets your credentials.",
-    ),
-    argument(
-        "--to",
-        "Also send what is listed for this place, such as s3://bucket or file:///mnt/traces, or "
-        "below it. May be repeated. Only for lists that you trust.",
-        metavar="URL",
-        action="append",
-    ),
-    flag("--forget-missing", "Remove missing files from the lists."),
-    flag(
-        "--outside",
-        "Also upload files outside of the folder of their list. Only for lists that you "
-        "trust: they could name any of your files.",
-    ),
-    JSON,
-)
 def upload(
-    folder: str,
-    tracking_uri: str | None,
-    forget_missing: bool,
-    json: bool = False,
+    folder: str = ".",
+    *,
+    tracking_uri: str | None = None,
+    to: list[str] | None = None,
+    forget_missing: bool = False,
     outside: bool = False,
-    to: Sequence[str] | None = None,
+    json: bool = False,
 ) -> int:
     """Upload the files listed in pending_uploads.jsonl, each to its MLflow run or store.
 
     Files go only to the tracking server that --tracking-uri or MLFLOW_TRACKING_URI names, and to
     the places of --to; for others, the message says which option to add. The lists contain no
     passwords; those of stores are read from fsspec's settings, or from the URL of --to.
+
+    Args:
+        folder: The folder to search for lists, with subfolders.
+        tracking_uri (ADDRESS): The MLflow tracking address to use instead of the listed one, for
+            example with a password; by default MLFLOW_TRACKING_URI, or ./mlflow.db. It gets your
+            credentials.
+        to (URL): Also send what is listed for this place, such as s3://bucket or
+            file:///mnt/traces, or below it. May be repeated. Only for lists that you trust.
+        forget_missing: Remove missing files from the lists.
+        outside: Also upload files outside of the folder of their list. Only for lists that you
+            trust: they could name any of your files.
+        json: Print JSON.
     """
     if not Path(folder).is_dir():
         raise Failure(f"there is no folder {folder}")
     send = partial(_send, outside=outside, places=_NamedPlaces(tracking_uri, to or ()))
     forgotten = _MISSING if forget_missing else ""
+    # Otherwise the server decides for how many days MLflow waits before it tries again.
+    os.environ.setdefault("MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER", "false")
     sent, unread = list[tuple[str, str]](), list[OSError]()
-    places = [*_places(folder, unread.append)]
+    # Hidden folders belong to other tools and may be large.
+    below = walked(Path(folder), enters=lambda name: name[0] != ".", failed=unread.append)
+    places = [place for place, files in below if any(file.startswith(FILE_NAME) for file in files)]
     for place in places:
         try:
             sent += _send_all(place, send, forgotten)
@@ -294,14 +267,6 @@ def _send_all(
     return sent
 
 
-def _places(folder: str, failed: Callable[[OSError], None]) -> Iterator[Path]:
-    """The folders with lists; those that cannot be read are given to a function."""
-    # Hidden folders belong to other tools and may be large.
-    for place, files in walked(Path(folder), enters=lambda name: name[0] != ".", failed=failed):
-        if any(name.startswith(FILE_NAME) for name in files):
-            yield place
-
-
 class _NamedPlaces:
     """The places that the user names, by the environment or an option: files go nowhere else.
 
@@ -323,7 +288,7 @@ class _NamedPlaces:
             store = store_target(url)
             if store is None:
                 return "its entry names no store"
-            return _Destination(store.send, _base(address[STORE]))
+            return _Destination(store.send, [_base(address[STORE])])
         own_server = True
         if "tracking_uri" in address:
             listed = address["tracking_uri"]
@@ -342,20 +307,20 @@ class _NamedPlaces:
         if tracker is None:
             return "its entry names no run that an installed tracker knows"
         if not isinstance(tracker, MlflowRun):
-            places = (f"{key}://{value}" for key, value in sorted(address.items()))
-            destination = _Destination(tracker.upload_later, *places)
+            places = [f"{key}://{value}" for key, value in sorted(address.items())]
+            destination = _Destination(tracker.upload_later, places)
             return self.refuse(destination, "") or tracker.problem() or destination
         if problem := tracker.problem():
             return problem
         place = tracker.files_place(own_server)
-        named = [] if own_server else [f"file://{Path.cwd()}"]
-        return _Destination(tracker.upload_later, place, named=named)
+        known = [] if own_server else [f"file://{Path.cwd()}"]
+        return _Destination(tracker.upload_later, [place], known)
 
     def refuse(self, destination: _Destination, remote: str) -> str:
         """Why a file may not be sent; empty if it may."""
         for place in destination.places:
             whole = f"{place}/{remote.lstrip('/')}"
-            named = (*self._to, *destination.named)
+            named = (*self._to, *destination.known)
             if place and not any(_is_below(whole, each) for each in named):
                 local = _folder_of(whole)
                 try_this = f"file://{local.parent}" if local else place
@@ -366,13 +331,14 @@ class _NamedPlaces:
         return ""
 
 
-class _Destination:
-    """Where files are sent, the URLs that must be named for that (or empty), and known ones."""
+class _Destination(NamedTuple):
+    """Where files are sent."""
 
-    def __init__(
-        self, send: Callable[[Path, str], None], *places: str, named: Sequence[str] = ()
-    ) -> None:
-        self.send, self.places, self.named = send, places, named
+    send: Callable[[Path, str], None]
+    #: The URLs below which they are sent; those that are not empty must be named.
+    places: Sequence[str]
+    #: URLs that need not be named.
+    known: Sequence[str] = ()
 
 
 def _base(url: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.checks import install_command
-from lightning_perf.cli import JSON, Failure, argument, command, flag, print_json
+from lightning_perf.cli import Failure, print_json
 from lightning_perf.errors import ConfigError, closest, without_credentials
 from lightning_perf.terminal import new_console
 
@@ -48,11 +48,13 @@ class Finding(NamedTuple):
     state: str = "ok"
 
 
-@command(JSON)
-def doctor(json: bool) -> int:
+def doctor(*, json: bool = False) -> int:
     """Check versions, devices, permissions and the tracking server.
 
     Says which feature lacks which package.
+
+    Args:
+        json: Print JSON.
     """
     findings = [*_packages(), *_hardware(), *_setup()]
     if json:
@@ -99,27 +101,21 @@ def _supported() -> dict[str, SpecifierSet]:
 
 
 def _hardware() -> Iterator[Finding]:
+    from lightning_perf import flops
     from lightning_perf.cgroup import usable_cpus
-    from lightning_perf.flops import (
-        cuda_devices,
-        device_name,
-        kept_file,
-        kept_peaks,
-        lookup,
-        trusted_peak,
-    )
     from lightning_perf.system.gpus import nvidia_driver
 
-    yield Finding("hardware", "CPU", f"{device_name('cpu')}, {usable_cpus()} usable")
-    for setting, rows in kept_peaks().items():
-        if best := trusted_peak(rows):
-            here = "" if setting.startswith(device_name("cpu")) else " of another machine"
+    yield Finding("hardware", "CPU", f"{flops.device_name('cpu')}, {usable_cpus()} usable")
+    for setting, rows in flops.kept_peaks().items():
+        if best := flops.trusted_peak(rows):
+            here = "" if setting.startswith(flops.device_name("cpu")) else " of another machine"
             text = f"{best[0] / 1e12:.3g} TFLOP/s, measured on {best[1]}; {setting}"
-            yield Finding("hardware", f"peak{here}", f"{text}; delete {kept_file()} to forget it")
-    build, gpus = cuda_devices()
+            text += f"; delete {flops.kept_file()} to forget it"
+            yield Finding("hardware", f"peak{here}", text)
+    build, gpus = flops.cuda_devices()
     yield Finding("hardware", "CUDA", f"torch is built for {build or 'CPUs'}")
     for number, name in enumerate(gpus):
-        entry = lookup(name)
+        entry = flops.lookup(name)
         known = f"peak from the table ({entry.name})" if entry else "no peak in the table"
         yield Finding("hardware", f"GPU {number}", f"{name}, {known}", "ok" if entry else "missing")
     driver = nvidia_driver()
@@ -176,17 +172,16 @@ _COLUMNS = ("bf16", "fp16", "tf32", "fp32", "fp64", "fp8", "int8", "fp4")
 _BUDGET_SECONDS = 1.0
 
 
-@command(
-    argument(
-        "name", "A device name as in torch, or a part of it; also shows the sources.", nargs="?"
-    ),
-    flag("--json", "Print JSON, in FLOP/s."),
-)
-def devices(name: str | None, json: bool) -> int:
-    """Show the dense peaks of devices, by dtype."""
-    from lightning_perf.flops import table
+def devices(name: str | None = None, *, json: bool = False) -> int:
+    """Show the dense peaks of devices, by dtype.
 
-    rows = table() if name is None else _named(name)
+    Args:
+        name: A device name as in torch, or a part of it; also shows the sources.
+        json: Print JSON, in FLOP/s.
+    """
+    from lightning_perf import flops
+
+    rows = flops.table() if name is None else _named(name)
     if not rows:
         raise Failure(
             f"no device matches {name}. Try lightning-perf devices, or Flops(peak_flops=...) with "
@@ -207,11 +202,11 @@ def devices(name: str | None, json: bool) -> int:
 
 def _named(name: str) -> list[DevicePeaks]:
     """The entries of this name, else those that contain it, else the one that MFU would use."""
-    from lightning_perf.flops import lookup, table
+    from lightning_perf import flops
 
-    exact = [row for row in table() if row.name.casefold() == name.casefold()]
-    used = lookup(name)
-    part = [row for row in table() if name.casefold() in row.name.casefold()]
+    exact = [row for row in flops.table() if row.name.casefold() == name.casefold()]
+    used = flops.lookup(name)
+    part = [row for row in flops.table() if name.casefold() in row.name.casefold()]
     return exact or part or ([used] if used else [])
 
 
@@ -240,23 +235,24 @@ def _teraflops(value: float | None) -> str:
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
-@command(
-    argument("--dtype", "Operand dtype, such as bfloat16 or bf16.", default="float32"),
-    argument("--device", "The device, as a torch name: cpu, cuda, cuda:1.", default="cpu"),
-    flag("--json", "Print JSON, in FLOP/s."),
-)
-def measure(dtype: str, device: str, json: bool) -> int:
-    """Measure the peak of a device of this machine with a matrix product."""
-    from lightning_perf.flops import device_name, lookup, measure_peak, peak_flops, tf32_is_on
+def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) -> int:
+    """Measure the peak of a device of this machine with a matrix product.
+
+    Args:
+        dtype: Operand dtype, such as bfloat16 or bf16.
+        device: The device, as a torch name: cpu, cuda, cuda:1.
+        json: Print JSON, in FLOP/s.
+    """
+    from lightning_perf import flops
 
     dtype = _DTYPES.get(dtype, dtype)
     _check_measurable(device, dtype)
-    peak = measure_peak(device, dtype, _BUDGET_SECONDS)
+    peak = flops.measure_peak(device, dtype, _BUDGET_SECONDS)
     if peak is None:
         why = f"{device} cannot multiply {dtype} matrices, or this machine is too busy"
         raise Failure(f"{why}. Try --device cpu --dtype float32", 1)
-    name = device_name(device)
-    listed, entry = peak_flops(name, dtype, tf32=tf32_is_on()), lookup(name)
+    name = flops.device_name(device)
+    listed, entry = flops.peak_flops(name, dtype, tf32=flops.tf32_is_on()), flops.lookup(name)
     if json:
         print_json({"device": name, "dtype": dtype, "measured": peak, "table": listed})
         return 0
@@ -273,15 +269,15 @@ def measure(dtype: str, device: str, json: bool) -> int:
 
 def _check_measurable(device: str, dtype: str) -> None:
     """Refuse a device or a dtype that does not exist."""
-    from lightning_perf.flops import cuda_devices, is_device, is_dtype
+    from lightning_perf import flops
 
-    if not is_dtype(dtype):
+    if not flops.is_dtype(dtype):
         known = [*_DTYPES, *_DTYPES.values(), "tf32"]
         near = closest(dtype, known, "bfloat16")
         raise Failure(f"{dtype} is not a dtype of torch. Try --dtype {near}")
-    if not is_device(device):
+    if not flops.is_device(device):
         raise Failure(f"{device} is not a device of torch. Try --device cuda")
-    build, gpus = cuda_devices()
+    build, gpus = flops.cuda_devices()
     if device.startswith("cuda") and not gpus:
         why = "torch is built for CPUs" if build is None else "torch sees no GPU"
         raise Failure(f"{device} cannot be measured: {why}. Try --device cpu", 1)

@@ -9,17 +9,11 @@ from pathlib import Path, PurePosixPath
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.cli import (
-    JSON,
-    TRACKING_URI,
-    Failure,
-    argument,
-    command,
-    print_json,
-)
+from lightning_perf.cli import Failure, print_json
 from lightning_perf.errors import without_credentials
+from lightning_perf.files import write_text
 from lightning_perf.terminal import new_console, say
-from lightning_perf.tracking.summary import RATES, SummaryError, panel, text_of
+from lightning_perf.tracking.summary import PAGE_NAME, RATES, SummaryError, panel, text_of
 from lightning_perf.units import duration, three_digits, time_unit
 
 if TYPE_CHECKING:
@@ -36,21 +30,25 @@ _TRACES, _TRACE_FILES = {"torch_traces", "viztracer"}, (".json", ".json.gz")
 _MOST_FILES = 5
 #: The smallest change of a phase or culprit that is shown, as a share of the step; the most rows.
 _LEAST_SHARE, _MOST_ROWS = 0.002, 8
-_RUNS = "an MLflow run's id or name, or a folder with a summary.json"
 
 
-@command(
-    argument(
-        "run",
-        "A run's id or name in MLflow, or a folder with its summary.json; by default the "
-        "latest run in MLflow or below the current folder.",
-        nargs="?",
-    ),
-    TRACKING_URI,
-    JSON,
-)
-def report(run: str | None, tracking_uri: str | None, json: bool) -> int:
-    """Show how fast a run was, and the paths of its traces."""
+def report(
+    run: str | None = None,
+    *,
+    html: str | None = None,
+    tracking_uri: str | None = None,
+    json: bool = False,
+) -> int:
+    """Show how fast a run was, and the paths of its traces.
+
+    Args:
+        run: A run's id or name in MLflow, or a folder with its summary.json; by default the latest
+            run in MLflow or below the current folder.
+        html (FILE): Write the page of the run to this file.
+        tracking_uri (ADDRESS): The MLflow tracking address; by default MLFLOW_TRACKING_URI, or
+            ./mlflow.db.
+        json: Print JSON.
+    """
     from lightning_perf.tracking.runs import find_run
 
     console = new_console(soft_wrap=True)
@@ -62,6 +60,12 @@ def report(run: str | None, tracking_uri: str | None, json: bool) -> int:
         why = str(error).rstrip(".")
         advice = "" if why.endswith("?") else ". Try --tracking-uri ADDRESS"
         raise Failure(why + advice) from None
+    if html is not None:
+        from lightning_perf.tracking.page import report_page
+
+        write_text(
+            Path(html), report_page({**found.summary, "report": "", "traces": [], "pages": []})
+        )
     if json:
         say(text_of({**found.summary, "files": found.files}))
     else:
@@ -82,9 +86,9 @@ def _show_run(run: Run, console: Console) -> None:
         "Traces: drag onto https://ui.perfetto.dev (processed in your browser, never uploaded):",
         [path for path in traces if _TRACES & set(PurePosixPath(path).parts)],
     )
-    # The chart of the run is last, so that it is always shown.
+    # The page about the run is last, so that it is always shown.
     pages = [path for path in files if path.endswith(".html")]
-    pages.sort(key=lambda path: path.endswith("/timings.html"))
+    pages.sort(key=lambda path: path.endswith(f"/{PAGE_NAME}"))
     where = "" if run.tracking_uri is None else " or among MLflow's artifacts"
     _list(console, f"Pages: open in a browser{where}:", pages)
     if run.tracking_uri is not None:
@@ -115,29 +119,29 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", path)]
 
 
-@command(
-    argument("run", f"The run to compare: {_RUNS}."),
-    argument(
-        "baselines",
-        "The runs to compare it with, given in the same way. Several show the usual spread.",
-        nargs="*",
-    ),
-    argument(
-        "--threshold",
-        "Exit with code 1 if a batch takes longer by more than this, with 95% confidence: "
-        "such as 5%.",
-    ),
-    TRACKING_URI,
-    JSON,
-)
 def compare(
-    run: str, baselines: list[str], threshold: str | None, tracking_uri: str | None, json: bool
+    run: str,
+    baselines: list[str],
+    *,
+    threshold: str | None = None,
+    tracking_uri: str | None = None,
+    json: bool = False,
 ) -> int:
     """Compare the speed of a run with that of others.
 
     The exit code is 1 if it is slower than --threshold allows.
+
+    Args:
+        run: The run to compare: an MLflow run's id or name, or a folder with a summary.json.
+        baselines: The runs to compare it with, given in the same way. Several show the usual
+            spread.
+        threshold: Exit with code 1 if a batch takes longer by more than this, with 95% confidence:
+            such as 5%.
+        tracking_uri (ADDRESS): The MLflow tracking address; by default MLFLOW_TRACKING_URI, or
+            ./mlflow.db.
+        json: Print JSON.
     """
-    from lightning_perf.diagnosis.compare import Incomparable, Measured, compare
+    from lightning_perf.diagnosis.compare import Measured, compare
     from lightning_perf.tracking.runs import find_run
     from lightning_perf.tracking.summary import main_stage
 
@@ -152,10 +156,7 @@ def compare(
         if stage != about:
             raise Failure(f"{run} is about {about}, and {name} about {stage}")
     measured = [Measured(name, stages[name][1]) for name in [run, *baselines]]
-    try:
-        comparison = compare(measured[0], measured[1:])
-    except Incomparable as error:
-        raise Failure(error) from error
+    comparison = compare(measured[0], measured[1:])
     shared = [f"{name}: {found.note} ({found.title})" for name, found in runs.items() if found.note]
     notes = [*comparison.notes, *shared, *_other_setup(summaries)]
     slower = None if limit is None else comparison.slower_than(limit)

@@ -12,41 +12,33 @@ from pathlib import Path
 from shutil import which
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.cli import (
-    JSON,
-    TRACKING_URI,
-    Failure,
-    argument,
-    command,
-    flag,
-    print_json,
-)
+from lightning_perf.cli import Failure, print_json
 from lightning_perf.errors import ConfigError
 from lightning_perf.schedule.triggers import records_on, signal_number
 from lightning_perf.terminal import new_console, say
 from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress, read_summary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from rich.console import Console, RenderableType
 
     from lightning_perf.tracking.summary import Summary
 
 
-@command(
-    argument(
-        "--config",
-        "A YAML file with the callbacks to use instead, such as configs/always_on.yaml.",
-        metavar="FILE",
-    )
-)
-def run(config: str | None, command: Sequence[str] = ()) -> int:
+def run(command: list[str], *, config: str | None = None) -> int:
     """Run a training with the always-on callbacks in each Trainer of Lightning.
 
     Write the training's command last: lightning-perf run python train.py. Two dashes may stand
     before it.
+
+    Args:
+        command: The program and its arguments.
+        config (FILE): A YAML file with the callbacks to use instead, such as
+            configs/always_on.yaml.
     """
+    if command[:1] == ["--"]:
+        command = command[1:]
     if not command:
         raise Failure("there is no command. Try lightning-perf run python train.py")
     if config is not None and not Path(config).is_file():
@@ -57,7 +49,7 @@ def run(config: str | None, command: Sequence[str] = ()) -> int:
     environment = os.environ | {"LIGHTNING_PERF": selected}  # without what imports add
     if config is not None:
         _check_callbacks(config, selected)
-    return os.execvpe(command[0], list(command), environment)  # noqa: S606  no shell
+    return os.execvpe(command[0], command, environment)  # noqa: S606  no shell
 
 
 def _check_callbacks(config: str, selected: str) -> None:
@@ -75,20 +67,19 @@ def _check_callbacks(config: str, selected: str) -> None:
                 raise Failure(f"{config} {error.problem}") from None
 
 
-@command(
-    argument("pid", "The process id of the training.", type=int),
-    argument("--signal", "The signal of the schedule.", default="SIGUSR2"),
-    flag(
-        "--children",
-        "Also signal its child processes, which are the other ranks with some strategies.",
-    ),
-    JSON,
-)
-def capture(pid: int, signal: str, children: bool, json: bool) -> int:
+def capture(
+    pid: int, *, signal: str = "SIGUSR2", children: bool = False, json: bool = False
+) -> int:
     """Make a running training record its next batches.
 
     The training needs a profiler with the schedule OnSignal, such as
     PyTorch(schedule=OnSignal(lasting='5ba')), which also sets how long it records.
+
+    Args:
+        pid: The process id of the training.
+        signal: The signal of the schedule.
+        children: Also signal its child processes, which are the other ranks with some strategies.
+        json: Print JSON.
     """
     try:
         number = signal_number(signal)
@@ -143,21 +134,18 @@ def descendants(pid: int) -> list[int]:
         return []
 
 
-@command(
-    argument(
-        "run",
-        "The process id of a training or of its launcher, a run's folder, or a run's id or "
-        "name in MLflow; by default the latest run below the current folder.",
-        nargs="?",
-    ),
-    TRACKING_URI,
-    flag("--json", "Print a line of JSON per update."),
-)
-def watch(run: str | None, tracking_uri: str | None, json: bool) -> int:
+def watch(run: str | None = None, *, tracking_uri: str | None = None, json: bool = False) -> int:
     """Show a running training live.
 
     MFU, throughput, where the time goes, and the verdicts so far, until it ends. Where the output
     is not a terminal, one line per update.
+
+    Args:
+        run: The process id of a training or of its launcher, a run's folder, or a run's id or name
+            in MLflow; by default the latest run below the current folder.
+        tracking_uri (ADDRESS): The MLflow tracking address; by default MLFLOW_TRACKING_URI, or
+            ./mlflow.db.
+        json: Print a line of JSON per update.
     """
     console = new_console()
     source = _source(run, tracking_uri)

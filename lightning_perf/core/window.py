@@ -114,6 +114,8 @@ class Window:
     rows: Rows | Increase
     #: The same since the run began.
     totals: Rows
+    #: This rank's `Totals` of named actions at the start and at the end, if known.
+    spent: tuple[Any, Any] | None = None
 
     @property
     def world_size(self) -> int:
@@ -158,6 +160,11 @@ class Window:
         stamps = self.first, self.last
         head = self.stage, self.step, *stamps, self.at_end, self.rank, self.columns
         return Window(*head, self.totals, self.totals)
+
+    @property
+    def costs(self) -> Mapping[Any, Any]:
+        """On this rank, the `Cost` of each `Action`: its seconds and calls."""
+        return {} if self.spent is None else (self.spent[1] - self.spent[0]).named
 
     def since_start(self, name: str) -> float:
         """This rank's total since the run began."""
@@ -226,7 +233,8 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
     """Rates of all ranks together, and in training those of one device on average.
 
     All are per second, except MFU, which is a fraction of the peak. What some rank does not know is
-    left out. The columns ``batch/...`` and ``flops/...`` of timed batches begin with the prefix.
+    left out; MFU is that of the batches with known FLOPs. The columns ``batch/...`` and
+    ``flops/...`` of timed batches begin with the prefix.
     """
     ranks, per = window.world_size, f"{prefix}batch/seconds"
     # Every rank takes part in every batch, so batches are averaged where samples are summed.
@@ -244,8 +252,9 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
     found = {f"throughput/{key}": value for key, value in rates.items()}
     if window.stage == "train":  # Composer's keys are those of training
         found |= {f"throughput/device/{key}": value / ranks for key, value in rates.items()}
-    if window.least(f"{prefix}flops/ideal_seconds") > 0 and "flops_per_sec" in rates:
-        found["throughput/device/mfu"] = window.rate(f"{prefix}flops/ideal_seconds", per) / ranks
+    ideal, per = f"{prefix}flops/ideal_seconds", f"{prefix}flops/seconds"
+    if window.least(ideal) > 0:  # of the batches with known FLOPs, as that of ``Flops``
+        found["throughput/device/mfu"] = window.rate(ideal, per) / ranks
     return found
 
 

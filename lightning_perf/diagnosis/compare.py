@@ -31,7 +31,7 @@ _WHOLE, _TIMED = ("step", "whole"), ("step", "timed")
 _KINDS, _RATIOS = ("step", "phase", "culprit", "rate"), ("step", "rate")
 
 
-class Incomparable(ValueError):
+class Incomparable(LookupError):
     """Runs that cannot be compared; the message says why, in one line."""
 
 
@@ -165,15 +165,16 @@ _Figures = dict[tuple[str, str], _Ratio]
 
 def _figures(run: Measured) -> _Figures:
     """The figures of a run's windows."""
-    if not run.stage.get("windows"):
-        raise Incomparable(
-            f"{run.name} has no windows (a run needs two reports, and the present version): train "
-            "longer, or lower log_every_n_steps"
-        )
     try:
-        return _ratios(run.stage["windows"], run.stage.get("whole_run", {}).get("throughput", {}))
+        windows = run.stage.get("windows")
+        if windows and len(windows["batches"]) > windows.get("warm_up", 0):
+            return _ratios(windows, run.stage.get("whole_run", {}).get("throughput", {}))
     except DAMAGE as error:
         raise Incomparable(f"the windows of {run.name} are damaged ({describe(error)})") from error
+    raise Incomparable(
+        f"{run.name} has no windows (a run needs two reports, and the present version): train "
+        "longer, or lower log_every_n_steps"
+    )
 
 
 def _ratios(windows: Mapping[str, Any], known: Mapping[str, Any]) -> _Figures:
@@ -187,7 +188,7 @@ def _ratios(windows: Mapping[str, Any], known: Mapping[str, Any]) -> _Figures:
     keys, table = list(flat), np.array(list(flat.values()), dtype=float)
     if table.ndim != 2 or not np.isfinite(table).all():
         raise ValueError("the lists differ in length, or contain values that are not numbers")
-    series = dict(zip(keys, table, strict=True))
+    series = dict(zip(keys, table[:, windows.get("warm_up", 0) :], strict=True))
     times = [row for (group, _), row in series.items() if group == "timings"]
     batches, timed = series["", "batches"], series.get(("", "timed_seconds"))
     ratios: _Figures = {}

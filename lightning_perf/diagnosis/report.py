@@ -1,31 +1,20 @@
-"""The views of a diagnosis: text for the terminal, a JSON document, and an HTML page."""
+"""Verdicts as text: a headline, the evidence, and a panel for the terminal."""
 
 from __future__ import annotations
 
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from lightning_perf.charts import Areas, Heading, Part, Table, page
-from lightning_perf.charts.stacked import stack
-from lightning_perf.diagnosis.rules import called, without_none
-from lightning_perf.timing.clock import QUEUE
-from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.traces.summary import facts, tables
-from lightning_perf.units import bytes_text, counted, duration, three_digits
+from lightning_perf.diagnosis.rules import called
+from lightning_perf.units import bytes_text, duration, three_digits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rich.console import RenderableType
 
-    from lightning_perf.diagnosis import Findings, Verdict
-    from lightning_perf.diagnosis.signals import Signals
-    from lightning_perf.traces.summary import TraceSummary
+    from lightning_perf.diagnosis import Verdict
 
-#: Version of the JSON document.
-VERSION = 1
 _STYLES = {"critical": "bold red", "warning": "yellow", "info": "dim", "healthy": "bold green"}
 #: Units of values in the evidence, by the end of their names.
 _UNITS: dict[str, Callable[[float], str]] = {
@@ -55,15 +44,6 @@ _EVIDENCE = {
 }
 #: Lower bounds below this share are not shown.
 _SHOWN = 1e-3
-#: Maximum named actions in the list.
-_MOST_ACTIONS = 20
-#: Sensors of the machine, and how the page shows them.
-_SENSORS = (
-    ("cpu_util_simple", "CPUs in use", "{:.0f}%".format),
-    ("cpu_iowait", "CPUs waiting for I/O", "{:.0f}%".format),
-    ("process_cpu", "CPU of this training (100% is one CPU)", "{:.0f}%".format),
-    ("free_memory", "free memory", bytes_text),
-)
 
 
 def panel(
@@ -145,128 +125,3 @@ def evidence_text(verdict: Verdict) -> str:
 
 def _words(name: str) -> str:
     return name.replace("_", " ").replace("cpu", "CPU").replace("gpu", "GPU").replace("sm ", "SM ")
-
-
-def document(
-    signals: Signals, findings: Findings, captured: TraceSummary | str | None = None
-) -> dict[str, Any]:
-    """The content of ``diagnosis.json``, with a captured trace as in `report_page`."""
-    timings: dict[str, Any] = {}
-    if signals.windows:
-        first, last = signals.windows[0], signals.windows[-1]
-        timings = {
-            "first_batch": first.first.batch, "last_batch": last.last.batch, "step": last.step,
-            "batches": signals.batches, "wall_seconds": float(signals.wall.sum()),
-            "seconds": {name: float(signals.category(name).sum()) for name in CATEGORIES},
-        }  # fmt: skip
-    content = {
-        "version": VERSION,
-        "verdicts": [verdict.as_dict() for verdict in findings.verdicts],
-        "abstained": dict(findings.abstained),
-        "timings": timings,
-        "system": without_none(
-            **{name: signals.average(f"system/{name}") for name, *_ in _SENSORS}
-        ),
-        "overhead": overhead(signals),
-    }
-    if isinstance(captured, str):
-        content["capture"] = {"missing": captured}
-    elif captured is not None:
-        content["capture"] = captured.as_dict()
-    return content
-
-
-def overhead(signals: Signals) -> dict[str, float]:
-    """The time of our own callbacks in their hooks, on rank 0."""
-    ours = [row for row in signals.actions if row.name.partition(".")[0] in signals.setup.ours]
-    seconds = float(signals.total(ours).seconds.sum())
-    wall = float(signals.wall.sum())
-    return {
-        "seconds": seconds,
-        "seconds_per_batch": seconds / max(signals.batches, 1),
-        "share": seconds / wall if wall else 0.0,
-    }
-
-
-def report_page(
-    signals: Signals, findings: Findings, captured: TraceSummary | str | None = None
-) -> str:
-    """The page; if a capture was wanted, with its summary or the reason why there is none."""
-    return page("Why this training is not faster", _parts(signals, findings, captured))
-
-
-def _parts(
-    signals: Signals, findings: Findings, captured: TraceSummary | str | None
-) -> Iterator[Part]:
-    if signals.windows:
-        yield _speed(signals)
-    for verdict in findings.verdicts:
-        yield Heading(headline(verdict))
-        yield from filter(None, (verdict.advice, evidence_text(verdict)))
-    if findings.abstained:
-        yield Heading("Not diagnosed")
-        yield from (f"{code}: {why}." for code, why in findings.abstained.items())
-    if signals.windows:
-        yield Heading("Where the time of a batch went")
-        yield _timeline(signals)
-        yield Heading("Time by named action")
-        yield _actions(signals)
-        if machine := list(_machine(signals)):
-            yield Heading("The machine")
-            yield Table(("sensor", "mean"), machine)
-        ours = overhead(signals)
-        yield Heading("What lightning_perf cost")
-        per_batch, share = duration(ours["seconds_per_batch"]), ours["share"]
-        yield f"{per_batch} per batch in hooks, {share:.1%} of the time."
-    if captured is not None:
-        yield Heading("Captured batches")
-    if isinstance(captured, str):
-        yield f"There is no trace: {captured}."
-    elif captured is not None:
-        yield Table(("", "value"), list(facts(captured)))
-        for title, headings, rows in tables(captured):
-            yield Heading(title)
-            yield Table(headings, rows)
-        yield from (f"Note: {note}." for note in captured.notes)
-
-
-def _speed(signals: Signals) -> str:
-    """How fast the training is, on what."""
-    setup, mfu = signals.setup, signals.mfu
-    utilization = "" if mfu is None else f"MFU {mfu:.1%}, "
-    step, batches = duration(signals.step_seconds), counted(signals.batches, "batch")
-    devices = f"{setup.world_size} x {setup.device}, {setup.precision}"
-    return f"{utilization}{step} per batch after the warm-up, {batches} ({devices})."
-
-
-def _timeline(signals: Signals) -> Areas:
-    """Seconds per batch by category over the steps."""
-    counts = np.maximum(signals.counts, 1)
-    seconds = {name: signals.category(name) / counts for name in CATEGORIES}
-    return stack([
-        (window.step, {name: float(series[number]) for name, series in seconds.items()})
-        for number, window in enumerate(signals.windows)
-    ])  # fmt: skip
-
-
-def _actions(signals: Signals) -> Table:
-    wall = float(signals.wall.sum()) or 1.0
-    # Waiting for a CPU is part of the others.
-    rows = [row for row in signals.actions if row.stage not in ("", QUEUE)]
-    rows.sort(key=signals.seconds, reverse=True)
-    cells = []
-    for row in rows[:_MOST_ACTIONS]:
-        seconds, calls = signals.seconds(row), signals.actions[row].calls.sum()
-        where = ", ".join(part for part in row[:2] if part != row.name)
-        times = f"{calls:,.0f}" if calls else ""  # the rest of a span that began in another stage
-        cells.append((f"{row.name} ({where})", duration(seconds), times, f"{seconds / wall:.1%}"))
-    return Table(("action", "time", "calls", "share"), cells)
-
-
-def _machine(signals: Signals) -> Iterator[tuple[str, str]]:
-    for name, label, text in _SENSORS:
-        value = signals.average(f"system/{name}")
-        if value is not None:
-            yield label, text(value)
-    if signals.gpu_idle is not None:
-        yield "GPUs in use", f"{1 - signals.gpu_idle:.0%}"

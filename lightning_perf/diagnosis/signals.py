@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,16 +14,12 @@ from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import TypeAlias
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis.stats import Numbers
-
-    #: Cumulative costs of named actions on rank 0.
-    Costs: TypeAlias = Mapping[Action, Cost]
 
 #: Pseudo-stages of costs: collections, by where they ran, and compilation.
 GC, COMPILE = "gc", "compile"
@@ -56,10 +51,6 @@ _RARE = 0.9
 _STEPS_PER_STALL = 2
 #: The minimum of further windows for the first one to be dropped as warm-up.
 _FEWEST_WINDOWS = 2
-#: Maximum windows, and numbers in all of them; maximum steps whose times are kept.
-_MOST_WINDOWS, _FEWEST_KEPT, _MOST_NUMBERS, _MOST_STEPS = 512, 16, 1_000_000, 20_000
-#: Columns that are not running totals, or their first part.
-_GAUGES = ("memory/", "waits/node_rank")
 
 
 class Unknown(Exception):
@@ -126,9 +117,6 @@ class Signals:
 
     #: Of training, in order; the first one includes the warm-up.
     windows: Sequence[Window]
-    #: Running totals of costs on rank 0 at the end of each window, and before the first one.
-    costs: Sequence[Costs] = ()
-    origin: Costs = field(default_factory=dict)
     #: Seconds of the latest batches, in order; NaN for those that we slowed down.
     steps: Numbers = field(default_factory=lambda: np.empty(0))
     #: Model FLOPs of the same batches; NaN where they are unknown. Empty if all are.
@@ -281,10 +269,11 @@ class Signals:
     @cached_property
     def actions(self) -> dict[Action, Series]:
         """The cost of each named action in each window, without collections in it."""
-        actions = {}
-        for action in dict.fromkeys(action for costs in self.costs for action in costs):
-            totals = [costs.get(action, Cost(0.0, 0)) for costs in (self.origin, *self.costs)]
-            actions[action] = Series(*np.diff(np.array(totals, float), axis=0).T)
+        costs = [window.costs for window in self.windows]
+        actions = {
+            action: Series(*np.array([each.get(action, Cost(0.0, 0)) for each in costs], float).T)
+            for action in dict.fromkeys(action for each in costs for action in each)
+        }
         for own, (seconds, calls) in actions.items():
             collections = actions.get(Action(GC, own.category_in("train"), own.name))
             if collections is not None and own.stage not in _APART:
@@ -421,63 +410,3 @@ class Signals:
                 distance = float(np.abs(seconds - base * counts - wanted).sum())
                 best = min(best, (distance, name))
         return best[1] if best[0] <= 0.5 * wanted.sum() else None
-
-
-class Record:
-    """Collects the windows, named costs and latest step times of a training, in bounded memory.
-
-    Adjacent windows are merged when there are too many.
-    """
-
-    def __init__(self) -> None:
-        #: Named costs before the first window.
-        self.origin: Costs = {}
-        # Each window with the named costs up to its end.
-        self._windows: list[tuple[Window, Costs]] = []
-        self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
-        self._count = 0
-        self._first: float | None = None
-
-    def add(self, window: Window, costs: Costs) -> None:
-        """Add a window, and the named costs up to its end.
-
-        One without batches, after the last batch, extends the window before it.
-        """
-        if self._windows and not window.batches:
-            self._windows[-1] = _merged(self._windows[-1], (window, costs))
-            return
-        self._windows.append((window, costs))
-        numbers = window.world_size * len(window.rows[0])
-        most = min(max(_MOST_NUMBERS // max(numbers, 1), _FEWEST_KEPT), _MOST_WINDOWS)
-        if len(self._windows) > most:
-            # The first one is never merged, because it has the warm-up.
-            first, *rest = self._windows
-            pairs = (rest[i : i + 2] for i in range(0, len(rest), 2))
-            self._windows = [first, *(reduce(_merged, pair) for pair in pairs)]
-
-    def add_steps(self, steps: Sequence[Step], first: float | None = None) -> None:
-        """Add batches, in order; ``first`` is the time of the run's first one, if it is there."""
-        if not self._steps:
-            self._first = first
-        self._steps.extend(steps)
-        self._count += len(steps)
-
-    def signals(self, setup: Setup, mfu: float | None = None) -> Signals:
-        """The signals collected so far; cheap, and safe to use on another thread."""
-        windows, costs = zip(*self._windows, strict=True) if self._windows else ((), ())
-        seconds, flops, firsts = np.array(self._steps, dtype=float).reshape(-1, len(Step._fields)).T
-        dropped = self._count - len(seconds)
-        return Signals(
-            windows, costs, self.origin, seconds, flops, firsts > 0, dropped, self._first, mfu,
-            setup,
-        )  # fmt: skip
-
-
-def _merged(early: tuple[Window, Costs], late: tuple[Window, Costs]) -> tuple[Window, Costs]:
-    (before, _), (after, costs) = early, late
-    gauges = [at for name, at in after.columns.items() if name.startswith(_GAUGES)]
-    one, two = np.asarray(before.rows, dtype=float), np.asarray(after.rows, dtype=float)
-    rows = one + two
-    rows[:, gauges] = two[:, gauges]
-    rows = rows if len(rows) > 1 else rows.tolist()
-    return replace(after, first=before.first, rows=rows), costs

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _python_dispatch
 from torch.utils.checkpoint import CheckpointFunction
+
+from lightning_perf.patches import MethodPatch, PatchSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -133,15 +134,17 @@ def _as_uncounted(operator: Any, keys: DispatchKeySet) -> Iterator[None]:
         yield
 
 
-def _run_backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As ``torch.autograd``'s function of this name, noting whether it creates a graph."""
-    creates_graph = args[3] if len(args) > 3 else kwargs.get("create_graph", False)
-    # What a recomputation differentiates is part of the forward that it runs again.
-    _DIFFERENTIATED.append(bool(creates_graph) and not is_recomputation())
-    try:
-        return original(*args, **kwargs)
-    finally:
-        _DIFFERENTIATED.pop()
+class _Backward(MethodPatch):
+    """As ``torch.autograd``'s function, noting whether it creates a graph."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        creates_graph = args[3] if len(args) > 3 else kwargs.get("create_graph", False)
+        # What a recomputation differentiates is part of the forward that it runs again.
+        _DIFFERENTIATED.append(bool(creates_graph) and not is_recomputation())
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            _DIFFERENTIATED.pop()
 
 
 class Patches:
@@ -157,7 +160,7 @@ class Patches:
         self._lock, self._users = Lock(), 0
         # Another library's replacement, such as DeepSpeed's.
         self._replaced: Any = None
-        self._backward: Any = None
+        self._backward = PatchSet()
 
     def patch(self) -> None:
         """A mode starts."""
@@ -169,10 +172,7 @@ class Patches:
             if not self._users and hasattr(_python_dispatch, "_get_current_dispatch_mode"):
                 self._replaced = vars(Tensor).get("__new__")
                 Tensor.__new__ = self._construct  # type: ignore[method-assign, assignment]
-            run = getattr(torch.autograd, _RUN, None)
-            if not self._users and run is not None:
-                self._backward = partial(_run_backward, run)
-                setattr(torch.autograd, _RUN, self._backward)
+            self._backward.wrap(torch.autograd, _RUN, _Backward)
             self._users += 1
 
     def restore(self) -> None:
@@ -181,9 +181,8 @@ class Patches:
             self._users -= 1
             if self._users:
                 return
-            # Whoever replaced them later restores them.
-            if vars(torch.autograd).get(_RUN, 0) is self._backward:
-                setattr(torch.autograd, _RUN, self._backward.args[0])
+            self._backward.restore()
+            # Whoever replaced it later restores it.
             if getattr(vars(Tensor).get("__new__"), "__self__", None) is self:
                 del Tensor.__new__
                 if self._replaced is not None:

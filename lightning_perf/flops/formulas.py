@@ -266,7 +266,7 @@ def check_formula(spec: object) -> BatchFormula | Mapping[str, Any]:
 
 def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
     kind, passes = spec["kind"], spec.get("passes", 3)
-    sizes, known_length = _sizes(spec.get("config"), module)
+    sizes, known_length = _sizes(spec, module)
     seen_ids = False
 
     def flops(batch: Any) -> float:
@@ -286,14 +286,14 @@ def _from_mapping(spec: Mapping[str, Any], module: object) -> BatchFormula:
     return flops
 
 
-def _sizes(config: object, module: object) -> tuple[TransformerConfig, bool]:
+def _sizes(spec: Mapping[str, Any], module: object) -> tuple[TransformerConfig, bool]:
     """Return the sizes, and whether they include the sequence length."""
-    if config is None:
+    if (config := spec.get("config")) is None:
         configs = (getattr(module, name, None) for name in ("config", "cfg", "hparams"))
         config = next(filter(None, configs), None)
     if config is None:
         problem = "needs the sizes of the model: the module has no config and no hparams"
-        raise ConfigError("formula", config, problem, "{'kind': 'palm', 'config': {...}}")
+        raise ConfigError("formula", dict(spec), problem, "{'kind': 'palm', 'config': {...}}")
     if isinstance(config, TransformerConfig):
         return config, True
     try:

@@ -7,7 +7,6 @@ sees it. The cost of a batch is the time that its FLOPs take at the peak.
 from __future__ import annotations
 
 import json
-import math
 import platform
 import re
 from contextlib import suppress
@@ -143,22 +142,17 @@ _RATES: dict[tuple[int, int], dict[str, int]] = {
 _HALVED_ON_GEFORCE = frozenset([(7, 5), (8, 6), (8, 9), (12, 0)])
 
 
-def estimate_from_properties(
-    sm_count: int,
-    clock_hz: float,
-    capability: tuple[int, int],
-    dtype: str,
-    *,
-    tf32: bool = False,
-    geforce: bool = False,
-) -> float | None:
+def estimated_peak(properties: Any, dtype: str, tf32: bool = False) -> float | None:
     """Estimate the dense peak of an NVIDIA device in FLOP/s: multiprocessors x clock x rate.
 
-    Returns None if the capability, such as ``(8, 0)``, is unknown or does not support the dtype.
+    Returns None if its properties, as torch has them, lack a clock or have an unknown compute
+    capability, or if that does not support the dtype.
     """
+    capability = properties.major, properties.minor
     rates = dict(_RATES.get(capability, {}))
     full = rates.get("fp16", 0)
-    half = full // 2 if geforce and capability in _HALVED_ON_GEFORCE else full
+    halved = "GeForce" in properties.name and capability in _HALVED_ON_GEFORCE
+    half = full // 2 if halved else full
     rates["fp16"] = half
     if capability >= (8, 0):
         rates |= {"bf16": half, "tf32": half // 2}
@@ -166,7 +160,10 @@ def estimate_from_properties(
         rates["fp8"] = 2 * half
     if capability >= (10, 0):
         rates["fp4"] = 4 * full
-    return sm_count * clock_hz * (_of_dtype(rates, dtype, tf32) or 0) or None
+    clock_hz = 1e3 * getattr(properties, "clock_rate", 0)
+    return (
+        properties.multi_processor_count * clock_hz * (_of_dtype(rates, dtype, tf32) or 0) or None
+    )
 
 
 # Limits for the FLOP/s of one device.
@@ -188,13 +185,10 @@ def check_peak(given: object, field: str = "peak_flops") -> None:
     if given is None or given == "measure":
         return
     number = given if isinstance(given, int | float) and not isinstance(given, bool) else 0.0
-    if not 0 < number < math.inf:
-        problem = "is not a valid peak, expected FLOP/s of one device or 'measure'"
-        raise ConfigError(field, given, problem, "312e12")
     if not _LEAST <= number <= _MOST:
         # A small number is probably in TFLOP/s, as in data sheets.
         example = f"{number:g}e12" if _LEAST <= number * 1e12 <= _MOST else "312e12"
-        problem = "is out of range for one device, expected a value in FLOP/s (not TFLOP/s)"
+        problem = "is not the peak of one device, expected 'measure' or it in FLOP/s (not TFLOP/s)"
         raise ConfigError(field, given, problem, example)
 
 
@@ -222,14 +216,7 @@ def resolve_peak(
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(device)
-    value = estimate_from_properties(
-        properties.multi_processor_count,
-        1e3 * getattr(properties, "clock_rate", 0),
-        (properties.major, properties.minor),
-        dtype_name,
-        tf32=tf32_is_on(),
-        geforce="GeForce" in properties.name,
-    )
+    value = estimated_peak(properties, dtype_name, tf32_is_on())
     return Peak(value, f"estimated: {properties.name}") if value else None
 
 

@@ -237,6 +237,9 @@ def _copy(module: Any, batch: Any) -> tuple[Any, Any, dict[int, Any]]:
     shadow, fake = deepcopy((module, batch), copies)
     for part in shadow.modules():
         _uncompile(part, copies)
+        if hasattr(part, "num_batches_tracked"):
+            # A batch norm without momentum reads a tensor's value, which a shadow does not have.
+            vars(part)["momentum"] = vars(part).get("momentum") or 0.0
     return shadow, fake, copies
 
 

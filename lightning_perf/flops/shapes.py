@@ -348,9 +348,10 @@ _BEYOND = 0.125
 _VERIFIED = 200
 #: Costs that are cached at most.
 _MOST_COSTS = 4096
-#: Batches that are counted again to see whether those of one signature differ, and if they do: GANs
-#: often train their generator with every fifth batch, and 30 is a multiple of most such numbers.
-_RECOUNTS, _MORE_RECOUNTS = 4, 30
+#: Batches that are counted again to see whether those of one signature differ, and if they do. The
+#: first one shows whether the very first batch did more, such as logging images. Ten more contain
+#: one of each tenth, as a GAN may train its generator; 30 is a multiple of most such numbers.
+_RECOUNTS, _MORE_RECOUNTS = 11, 31
 #: Batches of known signatures before one is counted to see whether costs have changed: not the
 #: first ones of an epoch, which often do more.
 _CHECKED_AFTER = 3
@@ -362,8 +363,10 @@ class FlopCache:
 
     #: Batches without FLOPs that are still counted before counting is given up.
     tries: int
+    #: Batches of counted signatures between the first one that is counted again and the others.
+    pause: int = 0
     #: Batches of counted signatures after which some are counted again; None if none is.
-    recount_after: int | None = None
+    recount_after: int | None = 0
     counts: dict[Signature, Counts] = field(default_factory=dict)
     costs: dict[Signature, BatchCost] = field(default_factory=dict)
     predictor: FlopModel | None = None
@@ -388,8 +391,9 @@ class FlopCache:
     def count(self, signature: Signature, counts: Counts) -> Counts:
         """Add the counts of a batch; return what other batches of its signature cost on average.
 
-        The very first batch is left out if others were counted: it is the least typical one. Of
-        costs that repeat, whole cycles are averaged.
+        The very first batch is left out if others were counted: it is the least typical one. So is
+        the next one, which does not precede the others. Of costs that repeat, whole cycles are
+        averaged.
         """
         samples = self._samples.setdefault(signature, [])
         if self._checking and samples:
@@ -401,7 +405,9 @@ class FlopCache:
         elif samples:
             self._recounts += 1
             self._differ = self._differ or counts.model != samples[0].model
-            if self._recounts == (_MORE_RECOUNTS if self._differ else _RECOUNTS):
+            if self._recounts == 1 and not self._differ:
+                self.recount_after = self.pause
+            elif self._recounts == (_MORE_RECOUNTS if self._differ else _RECOUNTS):
                 self.recount_after = None
         elif self.predictor is not None:
             self._unverified = 0
@@ -410,8 +416,8 @@ class FlopCache:
                 self.predictor = None
                 self.costs = {one: self.costs[one] for one in self.costs.keys() & self.counts}
         samples.append(counts)
-        first = signature == next(iter(self._samples)) and len(samples) > 1
-        self.counts[signature] = mean(_cycles(samples[first:]))
+        left_out = min(len(samples) - 1, 2) if signature == next(iter(self._samples)) else 0
+        self.counts[signature] = mean(_cycles(samples[left_out:]))
         return self.counts[signature]
 
     @property

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import posixpath
 import re
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing_extensions import override
 from lightning_perf.checks import flag, rank_list, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, warn
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.recording import OpenRecording, Recorded, Recording
+from lightning_perf.profilers.recording import OpenRecording, Recorded, Recording, Session
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import evaluation_ends, resumes, validates_next
 from lightning_perf.run.termination import signals_held
@@ -59,28 +57,6 @@ class Names(NamedTuple):
     remote: str | None
     #: Whether the file is gzipped.
     compress: bool = False
-
-
-@dataclass(eq=False)
-class _Session:
-    """The state of one run, on a rank that records."""
-
-    writer: TraceWriter
-    #: The writers of files that are made of a recording, by their name in `further_files`.
-    further: dict[str, TraceWriter]
-    recording: OpenRecording | None = None
-    #: Whether there was a window, recorded or not.
-    opened: bool = False
-    #: Whether the next batch comes after validation inside of fit.
-    reopens: bool = False
-    #: No window begins before this batch.
-    asleep_until: float = math.inf
-    #: Stage and number of the last batch that was counted.
-    counted: tuple[str, int] = ("", 0)
-    #: Kinds of errors that were reported.
-    warned: set[str] = field(default_factory=set)
-    #: The end of training.
-    ended: Moment | None = None
 
 
 class Profiler(PerfCallback):
@@ -145,7 +121,7 @@ class Profiler(PerfCallback):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self.options = tools.check_options(type(self), kwargs, self.tool_options())
         self.schedule = as_schedule(schedule, default=Cyclic())
         self.ranks = None if ranks is None else rank_list("ranks", ranks)
@@ -251,7 +227,7 @@ class Profiler(PerfCallback):
             key: self.new_writer(context, names) for key, names in self.further_files.items()
         }
         writer = self.new_writer(context, self.own_file)
-        self._session = _Session(writer, further)
+        self._session = Session(writer, further)
         if earlier is not None:
             writer.follow(earlier.writer)
 
@@ -431,7 +407,7 @@ class Profiler(PerfCallback):
             warn(message)
 
     @property
-    def _open_session(self) -> _Session:
+    def _open_session(self) -> Session:
         """The session, on a rank that records."""
         assert self._session is not None  # otherwise no window is searched
         return self._session

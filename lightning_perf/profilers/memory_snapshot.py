@@ -183,7 +183,7 @@ def _warn_once() -> None:
 
 def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:
     def draw(folded: str) -> str:
-        return FlameGraph(fold(read_folded(folded)), title, bytes_text).document()
+        return FlameGraph(fold(read_folded(folded)), title, bytes_text).svg(alone=True)
 
     snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
     # PyTorch's own page downloads a script.

@@ -51,12 +51,18 @@ def new_tracker(path: Path, options: Mapping[str, Any]) -> Any:
 
 
 def start(tracker: Any) -> None:
-    """Start a ``memray.Tracker``; RuntimeError if another one records."""
+    """Start a ``memray.Tracker``; RecorderBusy if another one records, OSError on a full disk."""
     global _recording
     # On a thread with an empty stack: memray notes the depth of the stack where it is entered, and
     # its readers cut as many frames off every stack of the main thread.
     with tools.no_collection(), ThreadPoolExecutor(1) as pool:
-        pool.submit(tracker.__enter__).result()
+        try:
+            pool.submit(tracker.__enter__).result()
+        except RuntimeError as error:
+            if "more than one" in str(error):
+                raise RecorderBusy("Memray", "another memray tracker", tools.REMOVE_ONE) from error
+            stop(tracker)  # memray leaves its hooks behind, with which it can never start again
+            raise OSError(str(error)) from error
     _recording = tracker
 
 
@@ -188,10 +194,10 @@ class Memray(RecordsChildren):
             self._children.open(path)
         try:
             start(tracker)
-        except RuntimeError as error:
+        except BaseException:
             path.unlink(missing_ok=True)
             self.shut_children()
-            raise RecorderBusy("Memray", "another memray tracker", tools.REMOVE_ONE) from error
+            raise
         yield None
         stop(tracker)
         return Recorded(further=self._further_of(path, context))

@@ -27,8 +27,7 @@ from typing import Any, TextIO
 
 from lightning_perf.charts.memory import history, memory_page, of_points, segments
 from lightning_perf.files import write_text
-from lightning_perf.traces.events import read
-from lightning_perf.traces.operators import key_averages, table
+from lightning_perf.traces.tables import key_averages, read, table
 from lightning_perf.units import bytes_text
 
 #: Source lines in each table of memory.
@@ -129,7 +128,7 @@ def merge(target: Path, others: Sequence[Path]) -> None:
         )
         if part["viztracer_metadata"].get("overflow"):
             whole["viztracer_metadata"]["overflow"] = True
-    target.write_text(json.dumps(whole))
+    write_text(target, json.dumps(whole))
 
 
 def read_packed(packed: Path) -> dict[str, Any]:

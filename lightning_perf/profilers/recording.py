@@ -1,9 +1,10 @@
-"""The recording of a window of batches."""
+"""The recordings of a run: each of a window of batches, and of one at a time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, ClassVar
 from lightning_perf.errors import RecorderBusy
 
 if TYPE_CHECKING:
+    from lightning_perf.core.progress import Moment
     from lightning_perf.run.run import Run
+    from lightning_perf.traces.writer import TraceWriter
 
 Tick = Callable[[], None]
 
@@ -116,3 +119,25 @@ class OpenRecording:
         finally:
             OpenRecording.current = None
         raise RuntimeError("record() yielded twice: yield once, a function to call per batch")
+
+
+@dataclass(eq=False)
+class Session:
+    """The state of one run, on a rank that records."""
+
+    writer: TraceWriter
+    #: The writers of files that are made of a recording, by their name in `further_files`.
+    further: dict[str, TraceWriter]
+    recording: OpenRecording | None = None
+    #: Whether there was a window, recorded or not.
+    opened: bool = False
+    #: Whether the next batch comes after validation inside of fit.
+    reopens: bool = False
+    #: No window begins before this batch.
+    asleep_until: float = math.inf
+    #: Stage and number of the last batch that was counted.
+    counted: tuple[str, int] = ("", 0)
+    #: Kinds of errors that were reported.
+    warned: set[str] = field(default_factory=set)
+    #: The end of training.
+    ended: Moment | None = None

@@ -135,7 +135,7 @@ def has_python_profiler() -> bool:
 
 
 def check_whole(path: Path) -> None:
-    """Refuse a truncated JSON file, which tools leave without an error on a full disk.
+    """Delete a truncated JSON file, which tools leave without an error on a full disk.
 
     Raises:
         OSError: The file does not end with ``}``, or does not exist.
@@ -143,6 +143,7 @@ def check_whole(path: Path) -> None:
     with path.open("rb") as file:
         file.seek(-min(_END, path.stat().st_size), os.SEEK_END)
         if not file.read().rstrip().endswith(b"}"):
+            path.unlink()  # it would take the space that training needs
             raise OSError("the file was cut short: is the disk full?")
 
 

@@ -238,12 +238,9 @@ class PerfCallback(Callback):
         return {"progress": self._progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the progress of the run that is resumed, or else of the next run."""
-        progress = state_dict.get("progress")
+        """Restore the progress of the next run; ``on_load_checkpoint`` does it during a run."""
         if self._context is None:
-            self._loaded = progress
-        elif progress is not None:
-            self._context.resume(progress)
+            self._loaded = _progress_in(state_dict)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -251,8 +248,8 @@ class PerfCallback(Callback):
         """Continue from the progress that any of our callbacks has saved, alone or in a Suite."""
         states = checkpoint["callbacks"].items()
         saved = [state for key, state in states if str(key).startswith("lightning_perf.")]
-        progress = next((state["progress"] for state in saved if "progress" in state), None)
-        if self._context is not None and progress is not None:
+        progress = next(filter(None, map(_progress_in, saved)), None)
+        if self._context is not None and progress:
             self._context.resume(progress)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -271,6 +268,11 @@ class PerfCallback(Callback):
 def _is_ours(value: object) -> bool:
     """Whether the class of an object is this package's."""
     return type(value).__module__.startswith("lightning_perf.")
+
+
+def _progress_in(state: object) -> Any:
+    """The progress in the state of a callback; None if there is none."""
+    return state.get("progress") if isinstance(state, dict) else None
 
 
 def _explained(callback: PerfCallback, method: str, error: Exception) -> tuple[str, str]:

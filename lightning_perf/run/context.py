@@ -50,7 +50,10 @@ class RunContext(Run):
         self.given: list[Any] = []
         self.added: list[Any] = []
         self._live = LiveSummary()
-        self._resumed = False
+        # Seconds to wait for what is monitored.
+        self._patience = GATHER_TIMEOUT
+        # None if what is saved is not readable.
+        self._resumed: bool | None = False
         #: Whether the run has ended.
         self.ended = False
         self._pid = os.getpid()
@@ -108,7 +111,10 @@ class RunContext(Run):
         """The steps of the end of the run; further ones may be registered by earlier ones."""
         summary: list[RunSummary | None] = []
         yield self._patches.restore
-        yield partial(self.finish_reports, reason)
+        if reason != "exception":
+            # Other ranks' last reports; callbacks receive them before they close.
+            yield partial(self.windows.gatherer.finish, GATHER_TIMEOUT)
+        yield partial(self.batches.fold, "train")
         for member in self.members:
             yield partial(member.call, member.close, self, reason)
         for member in self.members:
@@ -138,12 +144,6 @@ class RunContext(Run):
             if here and not (shown or self.trainer.loggers):
                 log_locations(self, self.members)
 
-    def finish_reports(self, reason: str) -> None:
-        """Wait a bounded time for the last reports of all ranks; not after an exception."""
-        if reason != "exception":
-            self.windows.gatherer.finish(GATHER_TIMEOUT)
-        self.batches.fold("train")
-
     # -- stages and batches -----------------------------------------------------------------------
 
     def begin(self, stage: str) -> None:
@@ -163,7 +163,7 @@ class RunContext(Run):
         self.meter.start(stage)
         if stage == "train":
             limits = self._read_limits()
-            self.progress.reconcile(self.trainer, self._resumed)
+            self.progress.reconcile(self.trainer, bool(self._resumed))
             self.describe(self.setup())
         self.stages.enter(stage, limits)
         self._select_stage()
@@ -216,8 +216,13 @@ class RunContext(Run):
         """Report what callbacks of Lightning monitor, before they read it."""
         offered = any(getattr(member, "monitored", False) for member in self.members)
         if offered and compat.monitored(self.trainer):
+            poll = self.windows.gatherer.poll
+            if poll():
+                self._patience = GATHER_TIMEOUT
             self.windows.report(self, False, monitored=True)
-            wait_until(self.windows.gatherer.poll, GATHER_TIMEOUT)
+            wait_until(poll, self._patience)
+            if self.windows.pending:  # no further wait before the others answer
+                self._patience = 0.0
             compat.complete_monitored(self.trainer)
 
     def end(self) -> None:
@@ -247,9 +252,14 @@ class RunContext(Run):
 
     def resume(self, progress: dict[str, Any]) -> None:
         """Restore the progress of the training that is resumed."""
-        if self.trainer.state.fn == "fit":
-            self.progress.load_state_dict(progress)
-            self._resumed = True
+        if self.trainer.state.fn == "fit" and self._resumed is not None:
+            try:
+                self.progress.load_state_dict(progress)
+                self._resumed = True
+            except Exception as error:  # damaged, or of another version
+                self._resumed = None
+                text = f"the counts in the checkpoint are not readable ({describe(error)})"
+                warn(f"{text}: they continue from those of Lightning.")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """The same, and keep `summary.json` up to date."""

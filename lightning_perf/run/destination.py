@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 from lightning_perf.background import waiting
 from lightning_perf.errors import WarningDigest, describe, printable, warn
-from lightning_perf.files import write_text
 from lightning_perf.run import compat
 from lightning_perf.run.termination import hurried
 from lightning_perf.traces.folder import RunFolder, TraceOptions, folder_of
@@ -80,11 +79,6 @@ def _generate(trainer: Trainer) -> Generated:
     return _GENERATED[trainer]
 
 
-#: By trainer: the names of files about its evaluations since its last fit, by what they describe. A
-#: later evaluation replaces them: packages run a thousand predictions.
-_EVALUATED: WeakKeyDictionary[Trainer, dict[tuple[str | None, ...], str]] = WeakKeyDictionary()
-
-
 class Reporting:
     """The outputs of a run. The constructor is a collective: all ranks call it."""
 
@@ -116,10 +110,6 @@ class Reporting:
         with suppress(OSError):  # it was deleted
             self._start = Path.cwd()
         self._trial = bool(getattr(trainer, "fast_dev_run", False))
-        self._function = trainer.state.fn
-        self._evaluated = _EVALUATED.setdefault(trainer, {})
-        if self._function == "fit":
-            self._evaluated.clear()
         self._roots: dict[str | None, Root] = {}
 
     def root(self, prefix: str | None) -> Root:
@@ -254,21 +244,17 @@ class Reporting:
         name of the artifact if that differs. Only ``durable`` files wait for the disk, which takes
         milliseconds per file.
         """
-        for filename, write in files.items():
-            key = (self._function, folder, filename, stage)
-            name = self._evaluated.get(key, filename)
+        for name, write in files.items():
             options = TraceOptions(
                 folder=folder,
                 filename=name,
                 remote_file_name=f"{folder}/{remote or name}",
-                overwrite=overwrite or key in self._evaluated,
+                overwrite=overwrite,
                 durable=durable,
             )
             writer = self.new_writer(options)
             spooled = writer.spool(stage)
-            path = writer.write(spooled, stamp, stage, partial(write, spooled))
-            if path is not None and self._function != "fit":
-                self._evaluated[key] = path.name
+            writer.write(spooled, stamp, stage, partial(write, spooled))
 
     def remove_temporary(self) -> None:
         """Remove temporary folders, after all files are moved or uploaded."""
@@ -329,12 +315,3 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
 def saved_by(callbacks: Iterable[object]) -> list[Path]:
     """The traces that these callbacks have written on this rank in this run."""
     return [path for each in callbacks for path in getattr(each, "saved_in_run", ())]
-
-
-def text_file(text: Callable[[], str]) -> Callable[[Path], None]:
-    """For `write_files`: a file with a text, which is made on the worker thread."""
-
-    def write(path: Path) -> None:
-        write_text(path, text())
-
-    return write

@@ -25,6 +25,7 @@ from lightning_perf.timing.clock import NOTHING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
+    from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
 
@@ -43,9 +44,10 @@ _CONTEXTS = {
 }
 #: The first training batches may be skipped; other stages may have no products at all.
 _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
-#: Batches of known shapes before some are counted again. With manual optimization one batch often
-#: trains another network than the next one; with automatic optimization short runs have one count.
-_RECOUNT = {False: 0, True: 16}
+#: Batches of known shapes between the first one that is counted again and the others. With manual
+#: optimization one batch often trains another network than the next one; otherwise short runs have
+#: two counts.
+_PAUSE = {False: 0, True: 16}
 #: Batches after which an epoch of training or the end of a validation has one counted again.
 _CHECKED_EVERY = 200
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
@@ -95,15 +97,10 @@ class FlopMeter:
         # The number of training batches from which on costs are checked.
         self._checked_from = _CHECKED_EVERY
         self._warned_unpredictable = False
-        #: Counts the FLOPs of the current batch, if they are not known.
-        self.counter: FlopCounter | None = None
-        # What a shadow counted of the current batch, and of each closure of its optimizers.
-        self._shadow: Counts | None = None
-        self._closures: list[Counts] = []
-        # The optimizers of the current batch, if it is counted.
-        self._optimizers: _Optimizers | None = None
+        #: The count of the current batch, if its FLOPs are not known.
+        self.counting: _Counting | None = None
         # Patches of each step, and patches during a counted batch.
-        self._steps, self._counting = PatchSet(), PatchSet()
+        self._steps, self._backwards = PatchSet(), PatchSet()
         # How often the step of the current batch has started: once per closure.
         self._begun = 0
         #: Whether the step returned nothing, so that Lightning skips the backward.
@@ -181,10 +178,10 @@ class FlopMeter:
         """Return the costs of this stage, of its trainable parameters and its data loader."""
         train = self._stage == "train"
         trainable = tuple(each.requires_grad for each in self.module.parameters())
-        after = _RECOUNT[self.module.automatic_optimization or not train]
+        pause = _PAUSE[self.module.automatic_optimization or not train]
         loader = 0 if train else self._loader
         key = self._stage, trainable, loader, compat.skips_backward(self._trainer)
-        cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage], after))
+        cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage], pause))
         if train and (done := compat.batches_seen(self._trainer)[0]) >= self._checked_from:
             self._checked_from = done + _CHECKED_EVERY
             cache.check()
@@ -206,18 +203,20 @@ class FlopMeter:
         elif self._compiled:
             self._count_on_shadow(cache, batch, arguments)
         else:
-            counter = FlopCounter()
-            in_backward = lambda: self.counter or NOTHING  # noqa: E731
-            self._counting.wrap_in_context(self._trainer.strategy, "backward", in_backward)
-            self._optimizers = _Optimizers(counter)
+            strategy, counter = self._trainer.strategy, FlopCounter()
+            self._backwards.wrap_in_context(strategy, "backward", self._in_backward)
             # Last, because nothing would stop it after an error above.
-            self.counter = counter
+            self.counting = _Counting(counter)
+
+    def _in_backward(self) -> AbstractContextManager[Any]:
+        counting = self.counting
+        return (counting and counting.counter) or NOTHING
 
     def _stop_counting(self) -> None:
-        self.counter = self._shadow = None
-        self._counting.restore()
-        if self._optimizers is not None:
-            self._optimizers.close()
+        if self.counting is not None:
+            self.counting.close()
+            self.counting = None
+            self._backwards.restore()
 
     def _warn_unpredictable(self, message: str) -> None:
         if not self._warned_unpredictable:
@@ -225,10 +224,10 @@ class FlopMeter:
             warn(f"{message} {_DEFINE}")
 
     def _count_on_shadow(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
-        self.counted, self._closures = True, []
-        step = partial(self._step, arguments=arguments)
+        self.counted = True
+        step, closures = partial(self._step, arguments=arguments), list[Counts]()
         try:
-            self._shadow = count_on_shadow(self.module, batch, step, self._closures)
+            shadow = count_on_shadow(self.module, batch, step, closures)
         except ShadowError as error:
             cache.tries = 0
             self._warn_unpredictable(
@@ -236,7 +235,7 @@ class FlopMeter:
                 "reported."
             )
             return
-        self._optimizers = _Optimizers(None)
+        self.counting = _Counting(shadow, closures)
 
     def _step(self, module: Any, batch: Any, arguments: Sequence[Any]) -> Any:
         """Run the stage's step of a module in the precision plugin's context."""
@@ -245,24 +244,11 @@ class FlopMeter:
             loss = step(batch, *arguments)
         return None if compat.skips_backward(self._trainer) else loss
 
-    @property
-    def _counted_flops(self) -> Counts | None:
-        """What was counted of the batch that has just ended; None if nothing was."""
-        if self.counter is not None:
-            return self.counter.counts
-        if self._shadow is None or self._optimizers is None:
-            return None
-        if self._automatic:
-            return weighted([(self._begun, self._shadow)])
-        # A shadow runs each closure once.
-        repeats = [max(runs - 1, 0) for runs in self._optimizers.closures]
-        return weighted([(1, self._shadow), *zip(repeats, self._closures, strict=False)])
-
     def after_batch(self, batch: Any) -> None:
         """Finish the batch that has just ended: set ``work`` and ``counted``."""
-        begun, counts = self._begun, self._counted_flops
-        self._begun = 0
-        if counts is not None:
+        begun, self._begun, counts = self._begun, 0, None
+        if self.counting is not None:
+            counts = self.counting.counts(begun, self._automatic)
             self._stop_counting()
         if batch is None:  # Lightning skipped it
             self.work, self.counted = None, False
@@ -303,11 +289,9 @@ class FlopMeter:
     def _declared_work(self, batch: Any) -> BatchCost | None:
         try:
             value: Any = self.module.flops_per_batch
-            if callable(value):
-                value = value(batch)
-            if type(value) in (int, float) and value == self._declared_flops:
+            flops = float(value(batch) if callable(value) else value)
+            if flops == self._declared_flops:
                 return self._declared_cost
-            flops = float(value)
             if not (math.isfinite(flops) and flops > 0):
                 raise ValueError(f"{flops!r} is not a positive number")
         except Exception as error:
@@ -318,9 +302,9 @@ class FlopMeter:
                 "this rank's batch, forward and backward."
             )
             return None
-        each = {self.peaks.dtype: round(flops / self.sharing)}
+        own = {self.peaks.dtype: round(flops / self.sharing)}
         self._declared_flops = flops
-        self._declared_cost = self.peaks.cost_of(Counts(model=each, hardware=each))
+        self._declared_cost = self.peaks.cost_of(Counts(model=own, hardware=own))
         return self._declared_cost
 
 
@@ -343,32 +327,46 @@ class _Step(MethodPatch):
         meter = self._meter
         several = self._stage != "train" and len(args) > self._loader
         meter.on_step(self._stage, args, args[self._loader] if several else None)
-        if meter.counter is None:
+        counting = meter.counting
+        if counting is None or counting.counter is None:
             found = self.original(*args, **kwargs)
         else:
-            with meter.counter:
+            with counting.counter:
                 found = self.original(*args, **kwargs)
         meter.skipped = found is None
         return found
 
 
-class _Optimizers:
-    """Watches all optimizers during a counted batch, however they are stepped.
+class _Counting:
+    """The count of the current batch: by a counter while it runs, or on a shadow before.
 
-    Excludes their operators, such as Muon's products, but not their closures', and counts how often
-    each step runs its closure.
+    Watches all optimizers meanwhile, however they are stepped. Excludes their operators, such as
+    Muon's products, but not their closures', and counts how often each step runs its closure.
     """
 
-    def __init__(self, counter: FlopCounter | None) -> None:
-        self._counter = counter
-        #: For each step, how often it ran its closure.
-        self.closures: list[int] = []
+    def __init__(self, counted: FlopCounter | Counts, closures: Sequence[Counts] = ()) -> None:
+        #: Counts the batch, unless a shadow did.
+        self.counter = None if isinstance(counted, Counts) else counted
+        # What the shadow counted of the step, and of each closure of its optimizers.
+        self._source, self._closures = counted, closures
+        # For each step of an optimizer, how often it ran its closure.
+        self._runs: list[int] = []
         # Steps that run now: one may run another one.
         self._running = 0
         self._hooks = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         )
+
+    def counts(self, begun: int, automatic: bool) -> Counts:
+        """What was counted, of a step that began so often."""
+        if not isinstance(self._source, Counts):
+            return self._source.counts
+        if automatic:
+            return weighted([(begun, self._source)])
+        # A shadow runs each closure once.
+        repeats = [max(runs - 1, 0) for runs in self._runs]
+        return weighted([(1, self._source), *zip(repeats, self._closures, strict=False)])
 
     def close(self) -> None:
         """Stop watching."""
@@ -378,7 +376,7 @@ class _Optimizers:
     def _before(self, _: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._running += 1
         if self._running == 1:
-            self.closures.append(0)
+            self._runs.append(0)
         self._pause(True)
         if len(args) > 1 and callable(args[1]):  # after the optimizer itself
             args = (args[0], self._counted(args[1]), *args[2:])
@@ -391,13 +389,13 @@ class _Optimizers:
         self._pause(self._running > 0)
 
     def _pause(self, paused: bool) -> None:
-        if self._counter is not None:
-            self._counter.paused = paused
+        if self.counter is not None:
+            self.counter.paused = paused
 
     def _counted(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if self._running == 1 and self.closures:
-                self.closures[-1] += 1
+            if self._running == 1 and self._runs:
+                self._runs[-1] += 1
             running, self._running = self._running, 0
             self._pause(False)
             try:

@@ -87,6 +87,7 @@ class Run:
         first = self.ranks.global_rank == 0
         self.meter.report_untracked = partial(_report_untracked, self.reporting, first)
         self.require_flops, self.require_times = self.meter.require, self.spans.require
+        self.log_of = self.windows.log_of
         self.check_mfu = self.meter.peaks.warn_if_above_peak
         self.exclude_from_batch_time = self.stages.exclude_from_batch_time
         self.log_from_worker, self.deliver = self.reporting.log_from_worker, self.reporting.deliver

@@ -141,10 +141,10 @@ class Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the progress in a checkpoint."""
-        for stage in STAGES:
-            if stage in state.get("stages", {}):
-                self.stages[stage] = Counters(Timestamp.from_state_dict(state["stages"][stage]))
+        saved = state.get("stages", {})
+        stamps = {each: Timestamp.from_state_dict(saved[each]) for each in STAGES if each in saved}
         self.validation_seconds = float(state.get("validation_seconds", 0.0))
+        self.stages |= {stage: Counters(stamp) for stage, stamp in stamps.items()}
 
     def reconcile(self, trainer: Trainer, resumed: bool) -> None:
         """Follow Lightning after it resumed: its epoch always, its counts if we have none."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from math import inf, isfinite
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -24,13 +25,14 @@ from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
 from lightning_perf.files import files_below, finite, write_text, written_whole
 from lightning_perf.run import destination
-from lightning_perf.run.history import table
 from lightning_perf.run.run import LONG, Run
+from lightning_perf.run.window_log import table
 from lightning_perf.terminal import new_console
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.names import numbered
 from lightning_perf.tracking.summary import (
     FILE_NAME,
+    PAGE_NAME,
     RUNNING,
     VERSION,
     SummaryError,
@@ -43,7 +45,6 @@ from lightning_perf.tracking.summary import (
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from lightning.pytorch import Trainer
 
@@ -58,7 +59,9 @@ _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 #: Suffixes of traces, after ``.gz`` is removed, and of pages.
 _TRACES, _PAGES = (".json", ".cvf", ".bin", ".pickle"), (".html",)
 #: Own files that are not traces.
-_OTHERS = re.compile(r"(?:summary|diagnosis)(?:-\d+)?\.json")
+_OTHERS = re.compile(r"summary(?:-\d+)?\.json")
+#: Names of the page.
+_PAGE = re.compile(r"report(?:-\d+)?\.html")
 #: The stage of ``trainer.validate()`` in a run that has a fit as well.
 _ALONE = "validate_alone"
 #: Files listed at most, the latest by name.
@@ -157,7 +160,8 @@ class RunSummary:
     ) -> None:
         self._context, self._callbacks, self._written = context, callbacks, False
         self._root = context.reporting.root(None)
-        self.path, self._earlier = _file(context.reporting.run_folder().folder, context.run_name)
+        folder = context.reporting.run_folder().folder
+        self.path, self._earlier = _file(folder, context.run_name)
         stages = {stage: _stage_windows(each) for stage, each in windows.items()}
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content: dict[str, Any] = {
@@ -171,8 +175,17 @@ class RunSummary:
             **sections,
         }
         stage, figures = main_stage(content)
-        if history := table(context.windows.histories[stage]):
+        log = context.windows.logs.get(stage)
+        if log is not None and (history := table(log)):
             figures["windows"] = history
+        # The page of the run; one of that name that is not ours stays as it is.
+        page = (self._earlier or {}).get("report", "")
+        if _PAGE.fullmatch(PurePosixPath(page).name):
+            content["report"] = page
+        elif "culprits" in sections:
+            names = (numbered(PAGE_NAME, number) for number in count(1))
+            name = next(name for name in names if not os.path.lexists(folder / name))
+            content["report"] = _shown(folder / name, self._root.path)
         #: The content to show: of this function only.
         self._own = self.content = content
 
@@ -208,32 +221,39 @@ class RunSummary:
         context = self._context
         if not context.leaves_files:
             return
+        from lightning_perf.tracking.page import report_page  # the rules take 20 ms to import
+
         _EARLIER[self._context.trainer] = self.content
-        context.write_files(
-            "{run_name}",
-            {self.path.name: self._write},
-            "train",
-            remote=FILE_NAME,
-            overwrite=True,
-            durable=True,
-        )
+        write = partial(context.write_files, "{run_name}", stage="train", overwrite=True)
+        write({self.path.name: self._write}, remote=FILE_NAME, durable=True)
+        if page := self._own.get("report"):
+            # After the summary, whose content it shows.
+            name = PurePosixPath(page).name
+            write(
+                {name: lambda path: write_text(path, report_page(self.content))}, remote=PAGE_NAME
+            )
         self._written = True
         self._context.reporting.describe(partial(description, self.content))
 
     def _write(self, path: Path) -> None:
-        """Runs on the thread that writes files, as its last job."""
+        """Runs on the thread that writes files, after all other files are written."""
         root, found = self._root.path, set(destination.saved_by(self._callbacks))
         # Meanwhile another process of the run may have added its stages.
         _, self._earlier = _file(path.parent, self._own["run"])
         self.join()
+        for key, value in self.content.items():
+            if callable(value):  # it takes time, or needs the files of the run
+                self.content[key] = value()
         if self._root.mirror is None:  # the store has what is no longer here
             found = {each for each in found if each.exists()}
         found.update(files_below(path.parent))
         files = sorted(
-            each.relative_to(root).as_posix() if each.is_relative_to(root) else str(each)
+            _shown(each, root)
             for each in found
             if not each.name.startswith(".") and not _OTHERS.fullmatch(each.name)
         )
+        if (page := self.content.get("report")) and page not in files:
+            files.append(page)
         for kind, endings in {"traces": _TRACES, "pages": _PAGES}.items():
             listed = [file for file in files if file.removesuffix(".gz").endswith(endings)]
             self.content[kind] = listed[-_MOST_FILES:]
@@ -257,6 +277,11 @@ class RunSummary:
         if self._written and not self._root.discards:
             console.print(f"{place}/{name}", soft_wrap=True)
         return True
+
+
+def _shown(path: Path, root: Path) -> str:
+    """A path as the summary names it."""
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
 
 
 def _file(folder: Path, run_name: str) -> tuple[Path, Summary | None]:

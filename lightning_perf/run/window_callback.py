@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.core.window import Window
     from lightning_perf.run.run import Run
+    from lightning_perf.timing.totals import Action, Cost
 
 
 class ReportTrigger:
@@ -129,6 +130,8 @@ class WindowCallback(PerfCallback):
     monitored = False
     #: Whether metrics of other stages than training carry the stage's name in front.
     prefixes_stage = True
+    #: Whether its windows are kept for the end of the run.
+    keeps_windows = False
 
     def __init__(self, schedule: Schedule | str | None = None) -> None:
         super().__init__()
@@ -189,8 +192,9 @@ class WindowCallback(PerfCallback):
             self.trigger.quiet_until = inf  # not evaluated again
             return at_end
 
-    def window_ended(self, context: Run) -> None:
-        """A window of this callback has ended and is delivered later: store its further values."""
+    def costs(self) -> Mapping[Action, Cost]:
+        """Further named costs of this rank until now, the end of a window: ``Window.costs``."""
+        return {}
 
     def receive(self, window: Window) -> Mapping[str, float]:
         """Turn a window into metrics under their full keys."""

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import filter as matching
 from functools import partial
 from itertools import pairwise
 from math import inf, nan
 from operator import sub
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-
-from lightning_perf.core.window import Columns, Increase, Rows, Window
+from lightning_perf.core.window import Columns
 from lightning_perf.errors import ConfigError, closest, describe, warn
 from lightning_perf.run.collective import LAST, Gatherer
-from lightning_perf.run.history import History, Point, table_totals
-from lightning_perf.timing.totals import Totals
+from lightning_perf.run.window_log import MOST, Report, WindowLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
     from lightning.pytorch import Trainer
 
-    from lightning_perf.core.progress import Timestamp
-    from lightning_perf.core.window import Table
+    from lightning_perf.core.window import Increase, Rows, Window
     from lightning_perf.run.batches import BatchTotals
     from lightning_perf.run.profiler import Spans
     from lightning_perf.run.stages import StageStack
+    from lightning_perf.timing.totals import Action, Cost
 
 
 class Signal(Protocol):
@@ -55,12 +51,13 @@ class Subscriber(Protocol):
 
     trigger: Any
     monitored: bool
+    keeps_windows: bool
 
     def is_due(self, run: Any, at_end: bool) -> bool:
         """Whether a window ends now, the same on every rank."""
 
-    def window_ended(self, run: Any) -> None:
-        """A window of this subscriber has ended, and is delivered later."""
+    def costs(self) -> Mapping[Action, Cost]:
+        """Further named costs of this rank until now, the end of a window."""
 
     def receive(self, window: Window) -> Mapping[str, float]:
         """Turn a window into metrics."""
@@ -69,33 +66,17 @@ class Subscriber(Protocol):
         """Call one of these; None if it fails."""
 
 
-@dataclass(slots=True, eq=False)
-class _Report:
-    """The progress of a stage, and the totals until then."""
-
-    stage: str
-    step: int
-    stamp: Timestamp
-    at_end: bool
-    #: Those that were measured. The columns of the others have the values of an earlier report.
-    signals: Collection[Signal]
-    #: The costs of named actions on this rank.
-    costs: Totals
-    #: The totals of each rank, once they have arrived. Empty at the start of a stage.
-    rows: Rows
-
-
 class _Subscription(NamedTuple):
     """The columns that a callback receives."""
 
     callback: Subscriber
     #: A power of two, the same on every rank.
     number: int
-    signals: Collection[Signal]
+    signals: Set[Signal]
     #: The position of each column by its name.
     columns: Mapping[str, int]
-    #: Where its last window of each stage ended.
-    last: dict[str, _Report]
+    #: By stage: the reports where its windows ended.
+    logs: dict[str, WindowLog]
 
 
 #: The time of a report at the end of a stage within another one: ranks may have had other numbers
@@ -145,11 +126,10 @@ class Windows:
         self._subscriptions: list[_Subscription] = []
         #: Reports before this batch need no check, except where Lightning logs.
         self.quiet_until: float = 0
-        # By stage: its start, and the last reports of all signals.
-        self._began: dict[str, _Report] = {}
-        self._recent: defaultdict[str, deque[_Report]] = defaultdict(partial(deque, maxlen=3))
-        #: By stage, for the summary of the run; on rank 0.
-        self.histories: defaultdict[str, History] = defaultdict(History)
+        # Of reports that measured some signals only: the positions of their columns.
+        self._measured_columns: dict[frozenset[Signal], Columns] = {}
+        #: By stage: the log of reports of all signals.
+        self.logs: dict[str, WindowLog] = {}
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -178,7 +158,7 @@ class Windows:
             problem = f"makes {count} columns over all signals, and a rank can send {most}"
             raise ConfigError("columns", [*columns], problem, "a signal with fewer columns")
         number = 1 << len(self._subscriptions)
-        self._subscriptions.append(_Subscription(callback, number, signals, names, {}))
+        self._subscriptions.append(_Subscription(callback, number, signals.keys(), names, {}))
 
     def _signal(self, column: str) -> Signal:
         prefix = column.partition("/")[0]
@@ -188,7 +168,8 @@ class Windows:
             signal = self._signals[prefix] = self.sources[prefix]()
             if signal not in self._begin:  # it may have several prefixes
                 begin = self._begin[signal] = len(self._columns)
-                self._columns.update({name: at for at, name in enumerate(signal.columns, begin)})
+                positions = {name: at for at, name in enumerate(signal.columns, begin)}
+                self._columns = Columns(self._columns | positions)  # reports keep those they have
                 gauges = (name in signal.gauges for name in signal.columns)
                 self._gauges += [at for at, gauge in enumerate(gauges, begin) if gauge]
         return self._signals[prefix]
@@ -198,11 +179,16 @@ class Windows:
     def enter(self) -> None:
         """A stage starts."""
         stage, signals = self._stages.stage, self._begin.keys()
-        stamp = self._stages.counters.timestamp()
-        began = _Report(stage, self._stages.step, stamp, False, signals, Totals({}), ())
-        self._began.setdefault(stage, began)
-        for subscription in self._subscriptions:
-            subscription.last.setdefault(stage, began)
+        all_logs: list[tuple[dict[str, WindowLog], Mapping[str, int], int]]
+        all_logs = [(self.logs, self._columns, MOST)]
+        for callback, _, _, columns, logs in self._subscriptions:
+            all_logs.append((logs, columns, MOST if callback.keeps_windows else 0))
+        if new := [log for log in all_logs if stage not in log[0]]:
+            stamp, costs = self._stages.counters.timestamp(), self._spans.totals
+            head = stage, self._stages.step - 1, stamp, False, self._rank
+            start = Report(*head, self._columns, self._gauges, costs, ())
+            for logs, columns, most in new:
+                logs[stage] = WindowLog(start, columns, most)
         # Columns count from here, without what passed since the last report of the stage.
         reported = [*self._measured.get(stage, ())]
         now = self._measure(stage, signals)
@@ -214,8 +200,12 @@ class Windows:
     @property
     def ran(self) -> bool:
         """Whether any stage had a batch."""
-        began, progress = self._began.items(), self._stages.progress
-        return any(progress.timestamp(stage).batch > at.stamp.batch for stage, at in began)
+        progress, logs = self._stages.progress, self.logs.items()
+        return any(progress.timestamp(n).batch > log.reports[0].stamp.batch for n, log in logs)
+
+    def log_of(self, callback: Subscriber, stage: str) -> WindowLog:
+        """The windows of a callback; all of them are kept if it has ``keeps_windows``."""
+        return next(each.logs[stage] for each in self._subscriptions if each.callback is callback)
 
     def report(self, run: Any, at_end: bool, *, monitored: bool = False) -> None:
         """Gather a snapshot for the callbacks that are due, or for those that can be monitored.
@@ -239,8 +229,11 @@ class Windows:
             self._batches.wait()
         sent = subscriptions if last else due
         report = self._report(self._stages.stage, sent, at_end)
+        further: dict[Action, Cost] = {}
         for each in due:
-            each.callback.call(each.callback.window_ended, run)
+            further |= each.callback.call(each.callback.costs) or {}
+        if further:
+            report.costs = replace(report.costs, further=further)
         now = at_end or monitored
         ended = [each for each in due if now or each.callback.trigger.consume_request()]
         when = LAST if last else _NESTED_END if at_end else self._stages.counters.batch
@@ -248,14 +241,25 @@ class Windows:
         deliver = partial(self._deliver, report, ended)
         self.gatherer.gather((number, when), report.rows[0], deliver)
 
-    def _report(self, stage: str, sent: Sequence[_Subscription], at_end: bool = False) -> _Report:
+    def _report(self, stage: str, sent: Sequence[_Subscription], at_end: bool = False) -> Report:
         """The totals of this rank."""
         self._batches.fold(stage)
-        signals = dict.fromkeys(signal for each in sent for signal in each.signals).keys()
+        signals = frozenset[Signal]().union(*(each.signals for each in sent))
         row = self._measure(stage, signals)
         values = [*map(sub, row, self._origins[stage])]
         stamp, costs = self._stages.progress.timestamp(stage), self._spans.latest
-        return _Report(stage, self._stages.step, stamp, at_end, signals, costs, [values])
+        head = stage, self._stages.step, stamp, at_end, self._rank
+        return Report(*head, self._columns_of(signals), self._gauges, costs, [values])
+
+    def _columns_of(self, signals: frozenset[Signal]) -> Columns:
+        """The positions of the columns of some signals."""
+        if len(signals) == len(self._begin):
+            return self._columns
+        if signals not in self._measured_columns:
+            names = (name for signal in signals for name in signal.columns)
+            columns = Columns({name: self._columns[name] for name in names})
+            self._measured_columns[signals] = columns
+        return self._measured_columns[signals]
 
     def _measure(self, stage: str, signals: Iterable[Signal]) -> list[float]:
         """The totals of all columns, now for some signals and as measured last for the others."""
@@ -264,31 +268,6 @@ class Windows:
             begin = self._begin[signal]
             row[begin : begin + len(signal.columns)] = self._totals(signal, stage)
         return row
-
-    def _columns_of(self, report: _Report) -> Columns:
-        """The positions of the measured columns of a report."""
-        if len(report.signals) == len(self._begin):
-            return self._columns
-        names = (name for signal in report.signals for name in signal.columns)
-        return Columns({name: self._columns[name] for name in names})
-
-    def _window(
-        self, columns: Mapping[str, int], start: _Report, end: _Report, rows: Rows | Increase
-    ) -> Window:
-        stamps = start.stamp, end.stamp
-        return Window(end.stage, end.step, *stamps, end.at_end, self._rank, columns, rows, end.rows)
-
-    def _rise(self, start: _Report, end: _Report) -> Rows | Increase:
-        """The increase of all columns between two reports; gauges have their last value."""
-        now, before = end.rows, start.rows
-        if not len(before):
-            return now
-        if isinstance(now, np.ndarray):
-            return Increase(now, cast("Table", before), self._gauges)
-        row = [*map(sub, now[0], before[0])]
-        for position in self._gauges:
-            row[position] = now[0][position]
-        return [row]
 
     def _totals(self, signal: Signal, stage: str) -> Sequence[float]:
         if signal not in self._failed:
@@ -300,23 +279,21 @@ class Windows:
                 warn(f"{name} is no longer measured ({describe(error)}). Training continues.")
         return [nan] * len(signal.columns)
 
-    def _deliver(self, report: _Report, ended: Sequence[_Subscription], rows: Rows) -> None:
+    def _deliver(self, report: Report, ended: Sequence[_Subscription], rows: Rows) -> None:
         """Deliver windows, some batches after the report."""
         report.rows = rows
-        recent = self._recent[report.stage]
-        if not recent or len(report.signals) >= len(recent[-1].signals):
-            recent.append(report)
-            history, batch = self.histories[report.stage], report.stamp.batch
-            if self._rank == 0 and history.due(batch, report.at_end):
-                totals = table_totals(self._columns_of(report), rows)
-                history.add(Point(report.step, batch, totals, report.costs))
+        log = self.logs[report.stage]
+        last = log.last
+        if last is log.reports[0] or len(report.columns) >= len(last.columns):
+            log.add(report)
         found: dict[str, float] = {}
-        rises: dict[_Report, Rows | Increase] = {}  # most callbacks have windows of one length
-        for callback, _, _, columns, last in ended:
-            start, last[report.stage] = last[report.stage], report
+        rises: dict[Report, Rows | Increase] = {}  # most callbacks have windows of one length
+        for callback, _, _, columns, logs in ended:
+            start = logs[report.stage].last
+            logs[report.stage].add(report)
             if start not in rises:
-                rises[start] = self._rise(start, report)
-            window = self._window(columns, start, report, rises[start])
+                rises[start] = report.rise(start)
+            window = report.window(start, columns, rises[start])
             found |= callback.call(callback.receive, window) or {}
         if found:
             self._log(found, report.step)
@@ -327,19 +304,18 @@ class Windows:
         Each comes with the step of its first batch. They end at the last report of all ranks; if
         the only rank did not end the stage, the whole run ends now.
         """
-        began, reports = self._began.get(stage), list(self._recent[stage])
-        if began is None or not self._signals:
+        log = self.logs.get(stage)
+        if log is None or not self._signals:
             return []
+        start, reports = log.reports[0], [each for each in log.recent if len(each.rows)]
         if self._alone and not (reports and reports[-1].at_end):
             reports.append(self._report(stage, self._subscriptions))
         if not reports:
             return []
         end = reports[-1]
-        columns = self._columns_of(end)
-        found = [(began.step, self._window(columns, began, end, self._rise(began, end)))]
-        alike = [report for report in reports if report.signals == end.signals]
+        found = [(start.step + 1, end.window(start, end.columns))]
+        alike = [report for report in reports if report.columns is end.columns]
         for before, report in reversed(list(pairwise(alike))):
             if report.stamp.batch > before.stamp.batch:
-                rows = self._rise(before, report)
-                return [*found, (before.step + 1, self._window(columns, before, report, rows))]
+                return [*found, (before.step + 1, report.window(before, end.columns))]
         return found

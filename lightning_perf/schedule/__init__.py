@@ -10,8 +10,18 @@ from lightning_perf.schedule.base import (
     as_schedule,
     walk,
 )
-from lightning_perf.schedule.conditions import GlobalRank, HasTag, LocalRank, Stages
-from lightning_perf.schedule.intervals import Always, At, Cyclic, Every, Fixed, Never
+from lightning_perf.schedule.intervals import (
+    Always,
+    At,
+    Cyclic,
+    Every,
+    Fixed,
+    GlobalRank,
+    HasTag,
+    LocalRank,
+    Never,
+    Stages,
+)
 from lightning_perf.schedule.triggers import Elapsed, OnSignal, OnSlowBatch, OnVerdict, Trigger
 
 __all__ = [

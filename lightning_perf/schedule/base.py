@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -30,7 +29,7 @@ FOREVER = sys.maxsize
 
 @dataclass(frozen=True)
 class Context:
-    """What `Schedule.setup` receives from the run. Callbacks receive a `RunContext` instead."""
+    """What `Schedule.setup` receives from the run. Callbacks receive a `Run` instead."""
 
     ranks: Ranks = field(default_factory=Ranks)
     #: ``batches_per_epoch`` is not known yet, or is that of an earlier fit; see `Moment.limits`.
@@ -318,8 +317,7 @@ class Not(Composed):
 
 _FORMS = "TIME, every TIME for TIME, at TIME for TIME, first TIME, always, never"
 _EXAMPLE = '"every 100ba for 3ba"'
-_OPERATOR = re.compile(r"[&|~]|\b(?:and|or|not)\b")
-_COMBINED = 'Every("10ba") & "first 5ba"'
+_OBJECTS = "other schedules, and those combined with & | ~, are objects: in YAML with class_path"
 
 
 def as_schedule(
@@ -351,41 +349,21 @@ def as_schedule(
     if not isinstance(value, str):
         problem = f"is not a valid schedule, expected a string or a Schedule (units: {UNITS})"
         raise ConfigError(field, value, problem, _EXAMPLE)
-    named = _named(value.strip())
-    if named is not None:
-        home = named.__module__
-        path = "lightning_perf" if home.startswith("lightning_perf.") else home
-        problem = f"names a class; in YAML write class_path: {path}.{named.__name__}"
-        raise ConfigError(field, value, problem, f"{named.__name__}(...)")
-    if _OPERATOR.search(value):
-        problem = "is not a valid schedule: operators combine Schedule objects, not text"
-        raise ConfigError(field, value, problem, _COMBINED)
     try:
         return _parse(value.strip())
     except ConfigError as error:
         reason = error.problem
         if error.field != "text":  # a part of it
             reason = f"{shown(error.value)} {reason}"
-        problem = f"is not a valid schedule: {reason}"
+        problem = f"is not a valid schedule: {reason}; {_OBJECTS}"
         raise ConfigError(field, value, problem, _EXAMPLE) from None
 
 
-def _classes() -> list[type[Schedule]]:
-    """All classes of schedules, each after its bases."""
-    classes = [Schedule]
-    for base in classes:  # grows
-        classes += base.__subclasses__()
-    return classes
-
-
-def _named(text: str) -> type[Schedule] | None:
-    """The class of schedules that a text names, with or without arguments."""
-    name = re.fullmatch(r"(?:\w+\.)*(\w+)(?:\(.*\))?", text, re.DOTALL)
-    return next((kind for kind in _classes() if name and kind.__name__ == name[1]), None)
-
-
 def _parse(text: str) -> Schedule:
-    for kind in _classes():
+    """The schedule that a text means to one of the classes, each after its bases."""
+    classes = [Schedule]
+    for kind in classes:  # grows
         if (schedule := kind.of_text(text)) is not None:
             return schedule
+        classes += kind.__subclasses__()
     raise ConfigError("text", text, f"expected one of {_FORMS} (units: {UNITS})", _EXAMPLE)

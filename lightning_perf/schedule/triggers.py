@@ -8,11 +8,11 @@ import signal
 import threading
 import time
 from abc import abstractmethod
-from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from contextlib import suppress
 from math import inf
 from pathlib import Path
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf import checks
@@ -151,14 +151,14 @@ class OnSlowBatch(Trigger):
         pause = checks.times("cooldown", cooldown, "200ba", units=units, positive=False)
         self.factor, self.cooldown = float(factor), str(pause)
         self._cooldown = Latch(pause)
-        self._medians: defaultdict[str, _RunningMedian] = defaultdict(_RunningMedian)
+        self._recent = defaultdict[str, deque[float]](lambda: deque(maxlen=_HISTORY))
         self._seen: dict[str, int] = {}
         self._fired = False
 
     def setup(self, context: Context) -> None:
         """Discard the state of an earlier run."""
         super().setup(context)
-        for state in (self._cooldown, self._medians, self._seen):
+        for state in (self._cooldown, self._recent, self._seen):
             state.clear()
         self._fired = False
 
@@ -177,32 +177,11 @@ class OnSlowBatch(Trigger):
             return False
         if self._seen.get(moment.stage) == moment.timestamp.batch:  # no batch since then
             return False
-        history, seconds = self._medians[moment.stage], moment.batch_seconds
-        slow = len(history) >= _MIN_HISTORY and seconds > self.factor * history.median
-        history.add(seconds)
+        recent, seconds = self._recent[moment.stage], moment.batch_seconds
+        slow = len(recent) >= _MIN_HISTORY and seconds > self.factor * median_high(recent)
+        recent.append(seconds)
         self._fired = slow and not self._cooldown.window(moment)
         return self._fired
-
-
-class _RunningMedian:
-    """The median of the last values, kept sorted because it is read after every batch."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def __len__(self) -> int:
-        return len(self._recent)
-
-    @property
-    def median(self) -> float:
-        return self._sorted[len(self._sorted) // 2]
-
-    def add(self, value: float) -> None:
-        self._recent.append(value)
-        insort(self._sorted, value)
-        if len(self._recent) > _HISTORY:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
 
 class OnVerdict(Trigger):

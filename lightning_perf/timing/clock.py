@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -270,19 +271,21 @@ class GcTimer:
     """Times collections while it is open.
 
     Args:
-        running: Returns what the training thread does; a ReferenceError closes the timer.
+        clock: Knows what the training thread does; without the clock, the timer closes itself.
 
     Example:
-        >>> timer = GcTimer(lambda: Action("train", "forward", "training_step"))
+        >>> clock = Clock()
+        >>> timer = GcTimer(clock)
         >>> timer.open()
         >>> _ = gc.collect()
         >>> timer.close()
-        >>> [action.name for action in timer.costs]
-        ['training_step']
+        >>> [action.stage for action in timer.costs]
+        ['gc']
     """
 
-    def __init__(self, running: Callable[[], Action]) -> None:
-        self._running = running
+    def __init__(self, clock: Clock) -> None:
+        # Weak, because `gc` keeps the timer of a run whose end was not announced.
+        self._clock = weakref.ref(clock)
         #: Seconds and collections, with ``gc`` as stage, and the name of the action and its
         #: category in the view of training.
         self.costs: dict[Action, Cost] = {}
@@ -303,11 +306,10 @@ class GcTimer:
             self._began = perf_counter()
             return
         spent = perf_counter() - self._began
-        try:
-            action = self._running()
-        except ReferenceError:
+        if (clock := self._clock()) is None:
             self.close()
             return
+        action = clock.running
         key = Action("gc", action.category_in("train"), action.name)
         seconds, calls = self.costs.get(key, (0.0, 0))
         self.costs[key] = Cost(seconds + spent, calls + 1)

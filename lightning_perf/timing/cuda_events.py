@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 #: Device types that support events.
 CLOCKED = {"cuda"}
 
-Tag = TypeVar("Tag")
-
 
 def clocked(device: torch.device) -> bool:
     """Whether times on a device can be measured with events."""
@@ -34,7 +32,7 @@ def _make_event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class Events(Generic[Tag]):
+class Events:
     """Records events at boundaries and later returns the time between adjacent ones.
 
     The time between two events belongs to the tag of the later one. It includes idle time, but no
@@ -55,7 +53,7 @@ class Events(Generic[Tag]):
         self._make, self._capturing = make, capturing
         self._free: list[Any] = []
         # Tag, whether the previous event is the start of this interval, and the event.
-        self._pending: deque[tuple[Tag, bool, Any]] = deque()
+        self._pending: deque[tuple[_Tag, bool, Any]] = deque()
         self._last: Any = None
         self._connected = False
         #: Whether an error ended the recording.
@@ -70,7 +68,7 @@ class Events(Generic[Tag]):
         """Ignore the time between the last event and the next one."""
         self._connected = False
 
-    def mark(self, tag: Tag) -> bool:
+    def mark(self, tag: _Tag) -> bool:
         """End an interval; return whether its time will be known: not after `cut` or a failure."""
         preceded, self._connected = self._connected, False
         try:
@@ -85,9 +83,9 @@ class Events(Generic[Tag]):
         self._connected = True
         return preceded
 
-    def read(self) -> list[tuple[Tag, float]]:
+    def read(self) -> list[tuple[_Tag, float]]:
         """The completed intervals, in order, as tag and seconds."""
-        found: list[tuple[Tag, float]] = []
+        found: list[tuple[_Tag, float]] = []
         pending = self._pending
         try:
             if self.failed or self._capturing():
@@ -136,7 +134,7 @@ class DeviceTimer:
     Nested validation pauses the enclosing training batch.
     """
 
-    def __init__(self, events: Events[_Tag] | None = None) -> None:
+    def __init__(self, events: Events | None = None) -> None:
         self._events = events or Events(_LOST, _MOST_WAITING)
         self._open: list[DeviceBatchTime] = []
         #: Whether device times are used.

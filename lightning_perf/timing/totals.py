@@ -106,13 +106,21 @@ class Totals:
     train_batch: float = 0.0
     #: Seconds on the device, between CUDA events; ``calls`` is the number of batches.
     device: Mapping[Action, Cost] = field(default_factory=dict)
+    #: What is part of others, such as collections.
+    further: Mapping[Action, Cost] = field(default_factory=dict)
 
     def __sub__(self, earlier: Totals) -> Totals:
         return Totals(
             _difference(self.costs, earlier.costs),
             self.train_batch - earlier.train_batch,
             _difference(self.device, earlier.device),
+            _difference(self.further, earlier.further),
         )
+
+    @property
+    def named(self) -> dict[Action, Cost]:
+        """All costs, those that are part of others included."""
+        return {**self.costs, **self.further}
 
     @property
     def seconds(self) -> float:

@@ -71,8 +71,9 @@ class RankTrace:
     steps: dict[str, list[Marker]] = field(default_factory=dict)
     #: Microseconds to which the file's times are relative.
     base: float = 0.0
-    #: Added to the times of this rank.
+    #: Added to the times of this rank, and the part of it that corrects its clock.
     shift: float = 0.0
+    correction: float = 0.0
     #: The remaining error of the clock, in microseconds; None if the ranks share no event.
     error: float | None = None
 
@@ -84,8 +85,8 @@ class Collective(NamedTuple):
     #: Its number among the collectives of its name in the window.
     number: int
     #: The rank that arrived last, and microseconds that the others waited, by rank.
-    last: int
-    waited: Mapping[int, float]
+    last_rank: int
+    waited_us: Mapping[int, float]
 
 
 def _is_named(window: str, place: Path, rest: str) -> bool:
@@ -201,7 +202,7 @@ def align(traces: Sequence[RankTrace]) -> None:
     first.error = 0.0
     for trace in traces[1:]:
         trace.shift = trace.base - first.base
-    shared = [match.markers for match in _matched(traces)]
+    shared = [match.markers for match in _matched([trace.collectives for trace in traces])]
     offsets = _offsets(traces, shared)
     halves = [_offsets(traces, shared[part::2]) for part in (0, 1)]
     for rank, trace in enumerate(traces[1:], start=1):
@@ -212,7 +213,8 @@ def align(traces: Sequence[RankTrace]) -> None:
             spread = max(abs(offset - half) for half in known) if known else 0.0
             least = 3 * spread
         else:
-            apart = _distances(first.steps, trace.steps)
+            steps = [match.markers for match in _matched([first.steps, trace.steps])]
+            apart = [markers[1].end - markers[0].end for markers in steps]
             if not apart:
                 continue
             offset = median(apart) + trace.shift
@@ -225,26 +227,27 @@ def align(traces: Sequence[RankTrace]) -> None:
         elif abs(offset) <= least:
             trace.error = max(abs(offset), spread)
         else:
-            trace.shift -= offset
+            trace.correction = -offset
+            trace.shift += trace.correction
             trace.error = spread
 
 
 class _Match(NamedTuple):
-    """A collective that several ranks took part in."""
+    """A collective or step of several ranks."""
 
     name: str
     #: Its number among those of its name.
     number: int
-    #: By the index of the trace.
+    #: By the index of the rank.
     markers: dict[int, Marker]
 
 
-def _matched(traces: Sequence[RankTrace]) -> Iterator[_Match]:
-    """Match collectives by name and order."""
-    for name in sorted({name for trace in traces for name in trace.collectives}):
-        ranks = [rank for rank, trace in enumerate(traces) if name in trace.collectives]
+def _matched(marked: Sequence[Mapping[str, Sequence[Marker]]]) -> Iterator[_Match]:
+    """Match what the ranks have by name and order."""
+    for name in sorted({name for own in marked for name in own}):
+        ranks = [rank for rank, own in enumerate(marked) if name in own]
         if len(ranks) > 1:
-            by_rank = (traces[rank].collectives[name] for rank in ranks)
+            by_rank = (marked[rank][name] for rank in ranks)
             for number, markers in enumerate(zip(*by_rank, strict=False)):
                 yield _Match(name, number, dict(zip(ranks, markers, strict=True)))
 
@@ -272,26 +275,15 @@ def _offsets(
     return ahead
 
 
-def _distances(
-    first: Mapping[str, Sequence[Marker]], other: Mapping[str, Sequence[Marker]]
-) -> list[float]:
-    """How much later each shared event ends on the other rank."""
-    return [
-        later.end - marker.end
-        for name in first.keys() & other.keys()
-        for marker, later in zip(first[name], other[name], strict=False)
-    ]
-
-
 def collectives(traces: Sequence[RankTrace]) -> list[Collective]:
     """The collectives of all ranks, the longest waiting first."""
     waits = []
-    for name, number, markers in _matched(traces):
+    for name, number, markers in _matched([trace.collectives for trace in traces]):
         starts = {traces[i].rank: m.start + traces[i].shift for i, m in markers.items()}
         last = max(starts, key=starts.__getitem__)
         waited = {rank: starts[last] - start for rank, start in starts.items()}
         waits.append(Collective(name, number, last, waited))
-    return sorted(waits, key=lambda wait: -max(wait.waited.values()))
+    return sorted(waits, key=lambda wait: -max(wait.waited_us.values()))
 
 
 def write(

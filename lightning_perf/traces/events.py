@@ -1,32 +1,23 @@
-"""The events of a trace in Chrome's format, one at a time or as arrays, in bounded memory."""
+"""The events of a trace in Chrome's format, one at a time, in bounded memory."""
 
 from __future__ import annotations
 
 import json
 import re
 import zlib
-from array import array
 from codecs import getincrementaldecoder
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from gzip import BadGzipFile, GzipFile
+from typing import TYPE_CHECKING, Any
 
 from lightning_perf.files import opened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
-    from numpy.typing import NDArray
-
 Event = dict[str, Any]
-#: Addresses of objects, removed so that all calls of a function have one name.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-#: Rounding may make a call end this many nanoseconds after its caller: one for each of the two.
-_SLACK = 2
-
-#: Bytes per read, of a file and of a gzipped one.
-_CHUNK, _PACKED_CHUNK = 1 << 20, 1 << 16
+#: Bytes per read.
+_CHUNK = 1 << 20
 #: Characters of the longest event; a file with a longer one is damaged or no trace.
 _MOST_CHARACTERS = 1 << 22
 #: A gzipped file may have this many bytes, and so many times its own. Of traces it is 10 to 30
@@ -37,7 +28,7 @@ _HEAD = (
     "baseTimeNanoseconds", "batch", "host_name", "run_name", "stage", "viztracer_metadata",
     "world_size",
 )  # fmt: skip
-_GZIPPED, _GZIP_FORMAT = b"\x1f\x8b", 31
+_GZIPPED = b"\x1f\x8b"
 #: Times beyond this (microseconds) do not fit into 64 bits as nanoseconds.
 _LATEST = 9e15
 #: NaN and Infinity, which no other reader of JSON takes, become null.
@@ -47,7 +38,7 @@ _SPACE = re.compile(r"[\s,]*")
 _MARK = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 
-class TraceError(ValueError):
+class TraceError(LookupError):
     """A file that is not a trace; the message says why, in one line."""
 
 
@@ -60,11 +51,6 @@ def microseconds(value: float) -> float:
     if not abs(number := float(value)) <= _LATEST:
         raise ValueError(f"{number} is not a time")
     return number
-
-
-def _nanoseconds(value: float) -> int:
-    """A trace's microseconds as an integer: sums of floats would lose the three decimals."""
-    return round(microseconds(value) * 1000)
 
 
 def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
@@ -97,26 +83,20 @@ def stream(path: Path, head: dict[str, Any]) -> Iterator[Event]:
 
 def _texts(path: Path) -> Iterator[str]:
     """The text of a file in pieces; of a truncated gzipped file, all that can be read."""
-    decode = getincrementaldecoder("utf-8")().decode
-    with opened(path) as file:
-        packed = file.peek(2).startswith(_GZIPPED)
-        unpack, unpacked = zlib.decompressobj(_GZIP_FORMAT), 0
-        while piece := file.read(_PACKED_CHUNK if packed else _CHUNK):
-            try:
-                more = packed
-                while more:
-                    content = unpack.decompress(piece, _CHUNK)
-                    unpacked += len(content)
-                    if unpacked > max(_UNPACKED, _RATIO * file.tell()):
-                        raise CutShort(f"{path} unpacks to more than {_RATIO} times its size")
-                    yield decode(content)
-                    piece = unpack.unconsumed_tail or unpack.unused_data
-                    if unpack.eof:  # gzipped files may be concatenated
-                        unpack = zlib.decompressobj(_GZIP_FORMAT)
-                    more = bool(piece) or len(content) == _CHUNK
-                yield decode(piece)
-            except (zlib.error, UnicodeDecodeError) as error:
-                raise CutShort(f"{path} is damaged ({error})") from error
+    decode, size = getincrementaldecoder("utf-8")().decode, 0
+    with opened(path) as raw:
+        file = GzipFile(fileobj=raw) if raw.peek(2).startswith(_GZIPPED) else raw
+        try:
+            # Not more than one call of the decompressor: an error in the next one loses nothing.
+            while content := file.read1(_CHUNK):
+                size += len(content)
+                if size > max(_UNPACKED, _RATIO * raw.tell()):
+                    raise CutShort(f"{path} unpacks to more than {_RATIO} times its size")
+                yield decode(content)
+        except EOFError:  # the gzipped file is cut short, and with it the text
+            return
+        except (BadGzipFile, zlib.error, UnicodeDecodeError) as error:
+            raise CutShort(f"{path} is damaged ({error})") from error
 
 
 class _Buffer:
@@ -204,204 +184,3 @@ class _Buffer:
         if not more:
             raise CutShort(f"{self._path} is cut short, or not a trace in Chrome's format")
         self._text, self._at = "".join(pieces), 0
-
-
-# -- as arrays of numbers -------------------------------------------------------------------------
-
-#: Events of the host, and of the devices, that are used at most.
-MOST_EVENTS = 3_000_000
-#: Calls that are nested at once.
-_PIECE = 100_000
-#: Characters of the longest name; bytes of all names and places, and of one beside its characters.
-_LONGEST_NAME, _MOST_NAMES, _NAME = 1 << 12, 1 << 26, 100
-#: The largest number of a column.
-_LARGEST = (1 << 63) - 1
-#: The start of the names of steps' annotations, and the name that all of them get.
-_STEP, STEP = "ProfilerStep#", "ProfilerStep*"
-#: The name of changes of the memory in use, and the number of the CPU among devices' types.
-_MEMORY, _CPU = "[memory]", 0
-
-
-class Kind(IntEnum):
-    """Kinds of events. Those from ``KERNEL`` on are of a device."""
-
-    OPERATOR = 0
-    ANNOTATION = 1
-    #: Of a device's interface, such as CUDA's.
-    CALL = 2
-    #: A Python function.
-    FRAME = 3
-    KERNEL = 4
-    COPY = 5
-
-
-_KINDS = {
-    "cpu_op": Kind.OPERATOR,
-    "user_annotation": Kind.ANNOTATION,
-    "python_function": Kind.FRAME,
-    "kernel": Kind.KERNEL,
-    "gpu_memcpy": Kind.COPY,
-    "gpu_memset": Kind.COPY,
-}
-_INTERFACES = ("_runtime", "_driver")
-
-
-class EventTable(NamedTuple):
-    """One row per event."""
-
-    #: Nanoseconds.
-    start: NDArray[Any]
-    end: NDArray[Any]
-    #: Position in ``TraceEvents.names``.
-    name: NDArray[Any]
-    #: A number per thread, or per device.
-    place: NDArray[Any]
-    #: The operator's number, which its kernels have too; 0 without one.
-    link: NDArray[Any]
-
-    def at(self, rows: NDArray[Any]) -> EventTable:
-        """Some of the rows."""
-        return EventTable(*(column[rows] for column in self))
-
-
-class MemoryTable(NamedTuple):
-    """One row per change of the memory in use."""
-
-    #: Nanoseconds.
-    time: NDArray[Any]
-    #: Whether it is the CPU's memory, and the change in bytes.
-    on_cpu: NDArray[Any]
-    size: NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TraceEvents:
-    """The events that were read from a trace."""
-
-    #: The calls of each thread by their start, and for each the row of its caller, or -1.
-    host: EventTable
-    callers: NDArray[Any]
-    device: EventTable
-    memory: MemoryTable
-    names: list[tuple[Kind, str]]
-    #: All events of the file, also those of other kinds.
-    count: int
-    #: Reasons why some events are missing.
-    notes: list[str]
-
-
-def read(path: Path, most: int = MOST_EVENTS) -> TraceEvents:
-    """Read a trace of torch.profiler; of a truncated one, the events up to its end.
-
-    At most ``most`` events of the host, of the devices, and of memory are kept.
-    """
-    import numpy as np
-
-    reader, head, notes = _Reader(most), dict[str, Any](), list[str]()
-    try:
-        for event in stream(path, head):
-            reader.add(event)
-    except CutShort:
-        if not reader.host[0]:
-            raise
-        notes.append(f"the file is cut short or damaged after {reader.count:,} events")
-    if not reader.host[0]:
-        maker = ": it is one of VizTracer" if "viztracer_metadata" in head else ""
-        raise TraceError(f"{path} is not a trace of torch.profiler{maker}")
-    tables = []
-    for columns, place in (
-        (reader.host, "host"), (reader.device, "devices"), (reader.memory, "memory"),
-    ):  # fmt: skip
-        if len(columns[0]) == most:
-            notes.append(f"only the first {most:,} events of the {place} are used")
-        tables.append([np.frombuffer(column, dtype=column.typecode) for column in columns])
-    if reader.named > _MOST_NAMES:
-        notes.append(f"events with new names are not used after {len(reader.names):,} names")
-    host, callers = _nested(EventTable(*tables[0]))
-    device, names = EventTable(*tables[1]), list(reader.names)
-    memory = MemoryTable(*tables[2])
-    return TraceEvents(host, callers, device, memory, names, reader.count, notes)
-
-
-class _Reader:
-    def __init__(self, most: int) -> None:
-        self._most, self.count, self.named = most, 0, 0
-        self.host, self.device, self.memory = (
-            [array(code) for code in codes] for codes in ("qqiiq", "qqiiq", "qbq")
-        )
-        self.names: dict[tuple[Kind, str], int] = {}
-        self._places: dict[object, int] = {}
-
-    def add(self, event: Event) -> None:
-        """Add an event, unless it is of another kind."""
-        self.count += 1
-        try:
-            columns, row = self._row(event)
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-            return  # other tools' events, such as those of VizTracer
-        if row and max(map(abs, row)) <= _LARGEST:
-            for column, value in zip(columns, row, strict=True):
-                column.append(value)
-
-    def _row(self, event: Event) -> tuple[Sequence[array[int]], tuple[int, ...]]:
-        """The columns of an event's kind, and its values; none where it is not used."""
-        start, arguments = _nanoseconds(event["ts"]), event.get("args", {})
-        if event["name"] == _MEMORY:
-            on_cpu, size = arguments["Device Type"] == _CPU, int(arguments["Bytes"])
-            return self.memory, (start, on_cpu, size) if len(self.memory[0]) < self._most else ()
-        category = event["cat"]
-        kind = Kind.CALL if category.endswith(_INTERFACES) else _KINDS[category]
-        columns = self.device if kind >= Kind.KERNEL else self.host
-        if event["ph"] != "X" or len(columns[0]) == self._most:
-            return columns, ()
-        name, end = event["name"], start + _nanoseconds(event["dur"])
-        if kind is Kind.FRAME:
-            name = _ADDRESS.sub("", name)
-        elif name.startswith(_STEP):
-            name = STEP
-        place = event["pid"] if kind >= Kind.KERNEL else (event["pid"], event["tid"])
-        number = self._number(self.names, (kind, name[:_LONGEST_NAME]))
-        place = self._number(self._places, place)
-        return columns, (start, end, number, place, int(arguments.get("External id", 0)))
-
-    def _number(self, numbers: dict[Any, int], key: object) -> int:
-        """The number of a name or a place; raises `ValueError` if there are too many to keep."""
-        if (number := numbers.get(key)) is None:
-            self.named += _NAME + len(str(key))
-            if self.named > _MOST_NAMES:
-                raise ValueError("too many names")
-            number = numbers[key] = len(numbers)
-        return number
-
-
-def _nested(host: EventTable) -> tuple[EventTable, NDArray[Any]]:
-    """The calls of each thread by their start, and for each the row of its caller, or -1."""
-    import numpy as np
-
-    host = host.at(np.lexsort((-host.end, host.start, host.place)))
-    callers = array("i")
-    running: list[tuple[int, int]] = []  # end and row
-    thread = -1
-    for first in range(0, len(host.start), _PIECE):
-        piece = (column[first : first + _PIECE].tolist() for column in host[:4])
-        for row, (start, end, _, place) in enumerate(zip(*piece, strict=True), first):
-            if place != thread:
-                thread = place
-                running.clear()
-            while running and not (start < running[-1][0] and end <= running[-1][0] + _SLACK):
-                running.pop()
-            callers.append(running[-1][1] if running else -1)
-            running.append((end, row))
-    return host, np.frombuffer(callers, dtype=callers.typecode)
-
-
-def launched(calls: EventTable, device: EventTable) -> NDArray[Any]:
-    """Nanoseconds on the device of what each call launched, without the calls within."""
-    import numpy as np
-
-    links, places = np.unique(np.append(0, calls.link), return_inverse=True)
-    position = np.searchsorted(links[:-1], device.link)
-    known = (links[position] == device.link) & (device.link > 0)
-    took = (device.end - device.start)[known]
-    sums: NDArray[Any] = np.bincount(position[known], took, len(links))[places[1:]]
-    return sums

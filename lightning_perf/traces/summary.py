@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from lightning_perf.traces.events import MOST_EVENTS, STEP, Kind, read
-from lightning_perf.traces.operators import key_averages
+from lightning_perf.traces.tables import MOST_EVENTS, STEP, Kind, key_averages, read
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lightning_perf.traces.events import EventTable, TraceEvents
+    from lightning_perf.traces.tables import EventTable, TraceEvents
 
 #: Rows of each table.
 _MOST_ROWS = 10

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import WarningDigest, describe, warn
-from lightning_perf.files import appended, check_own, parsed, read_bytes, written_whole
+from lightning_perf.files import appended, check_own, parsed, read_bytes
 from lightning_perf.traces.names import TakenNames
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ class Trace:
 
 FILE_NAME = "pending_uploads.jsonl"
 _MOVED = f"{FILE_NAME}.moved-"
-#: The list of what one queue still uploads. Only its process writes it; it is read if that is
-#: killed.
+#: The list of one trace that is being uploaded. It is read if its process is killed.
 _OPEN = f"{FILE_NAME}.open-"
 #: The most bytes of a damaged line that a warning shows.
 _MOST_SHOWN = 80
@@ -132,8 +131,8 @@ def _append(path: Path, line: bytes) -> None:
     for _ in range(3):
         with appended(path) as file:
             # A line that a full disk cut must not spoil this one.
-            size = os.fstat(file.fileno()).st_size
-            start = b"\n" if size and os.pread(file.fileno(), 1, size - 1) != b"\n" else b""
+            file.seek(max(file.tell() - 1, 0))
+            start = b"" if file.read(1) in (b"", b"\n") else b"\n"
             # A single write, so that lines of several ranks do not mix.
             whole = start + line + b"\n"
             if file.write(whole) < len(whole):
@@ -202,14 +201,13 @@ _MOST_NAMED = 10
 class UploadQueue:
     """The placed traces of one writer, until they are uploaded and pruned; thread-safe.
 
-    Those that still have to be uploaded are in a list on the disk from the start, since a process
+    Each one that still has to be uploaded is in a list of its own on the disk, since the process
     may be killed at any time.
     """
 
     def __init__(self, run: TraceRun, prunes: bool) -> None:
         self._run, self._prunes = run, prunes
         self._lock = threading.Lock()
-        self._list = run.root / f"{_OPEN}{os.urandom(4).hex()}"
         # Both oldest first. Traces are identified by their raw file: paths may be reused.
         self._unsent: dict[Path, Trace] = {}
         self._prunable: dict[Path, None] = {}
@@ -229,25 +227,16 @@ class UploadQueue:
             if trace.sends:
                 self._unsent[trace.spooled] = trace
                 with suppress(OSError):  # on a full disk the upload may still succeed
-                    for entry in self._entries(trace):
-                        _append(self._list, entry.line)
+                    self._append(self._list(trace), trace, "the run was killed first")
 
-    def _entries(self, trace: Trace, why: str = "the run was killed first") -> list[PendingUpload]:
-        path, name = str(trace.path.absolute()), self._run.run_name
-        return [
-            PendingUpload(path, remote, name, why, dict(target.address))
-            for target, remote in trace.sends
-        ]
+    def _list(self, trace: Trace) -> Path:
+        return self._run.root / f"{_OPEN}{trace.spooled.stem.lstrip('.')}"
 
-    def _revise(self) -> None:
-        """Remove from the list what is no longer unsent. The lock is held."""
-        entries = [entry for trace in self._unsent.values() for entry in self._entries(trace)]
-        with suppress(OSError):
-            if not entries:
-                self._list.unlink(missing_ok=True)
-                return
-            with written_whole(self._list, durable=False) as file:
-                file.writelines(entry.line + b"\n" for entry in entries)
+    def _append(self, path: Path, trace: Trace, why: str) -> None:
+        for target, remote in trace.sends:
+            file, address = str(trace.path.absolute()), dict(target.address)
+            entry = PendingUpload(file, remote, self._run.run_name, why, address)
+            _append(path, entry.line)
 
     def send(self, trace: Trace, retry: Callable[[Trace], object]) -> bool:
         """Try once to upload a trace to all targets that do not have it.
@@ -264,14 +253,15 @@ class UploadQueue:
                 why, final = describe(error), final and isinstance(error, NotHere)
         failed = replace(trace, failures=trace.failures + 1, sends=tuple(left))
         with self._lock:
-            if waits := trace.spooled in self._unsent:
+            waits = trace.spooled in self._unsent
+            if waits and left:
                 self._unsent[trace.spooled] = failed
-                if not left:
-                    del self._unsent[trace.spooled]
-                if len(left) < len(trace.sends):
-                    self._revise()
-            if not left:
-                return waits or not trace.sends
+            elif waits:
+                del self._unsent[trace.spooled]
+        if not left:
+            with suppress(OSError):
+                self._list(trace).unlink(missing_ok=True)
+            return waits or not trace.sends
         delays = () if final else self._run.backoff[trace.failures :]
         label = f"uploading {trace.path.name}"
         if not delays or not self._run.worker.submit(partial(retry, failed), label, delays[0]):
@@ -289,10 +279,9 @@ class UploadQueue:
         root = self._run.root
         listed = advice = f"`lightning-perf upload` sends what {root / FILE_NAME} lists"
         try:
-            for entry in (entry for trace in parked for entry in self._entries(trace, why)):
-                append_pending(root, entry)
-            with self._lock:
-                self._revise()
+            for trace in parked:
+                self._append(root / FILE_NAME, trace, why)
+                self._list(trace).unlink(missing_ok=True)
         except OSError as error:
             advice = f"the list of pending uploads could not be written ({describe(error)})"
         names = ", ".join(str(trace.path) for trace in parked[:_MOST_NAMED])

@@ -147,10 +147,7 @@ class TraceWriter:
         self._queued[spooled] = trace
         if self._run.file_worker.submit(partial(self._process, trace), path.name):
             return path
-        if self._options.optional:
-            self._leave_out(trace, "too many files wait")
-            return None
-        return self._place_without_upload(trace, "too many files wait", compressed=False)
+        return self._give_up(trace, "too many files wait", compressed=False)
 
     def close(self) -> None:
         """Place the files that the worker has not started, and list those that were not uploaded.
@@ -159,10 +156,7 @@ class TraceWriter:
         started.
         """
         for trace in list(self._queued.values()):
-            if not self._options.optional:
-                self._place_without_upload(trace, "the run ended first")
-            else:
-                self._leave_out(trace, "the run ended first")
+            self._give_up(trace, "the run ended first")
         self._uploads.park(self._uploads.unsent, "the run ended first")
         gone = [path for path in self.saved_in_run if not path.exists()]
         if gone and not self._is_mirrored(gone[0]):
@@ -170,11 +164,6 @@ class TraceWriter:
             more = f" and {len(gone) - 1} more" if gone[1:] else ""
             message = f"files of this run no longer exist, {gone[0]}{more}: {why}."
             self._run.digest.once(f"kinds of files are gone: {why}", message)
-
-    def _leave_out(self, trace: Trace, why: str) -> None:
-        if self._queued.pop(trace.spooled, None) is not None:
-            message = f"{trace.path} was not made: {why}. Its source is kept."
-            self._run.digest.once(f"files were not made: {why}", message)
 
     # -- the pipeline -----------------------------------------------------------------------------
 
@@ -187,8 +176,13 @@ class TraceWriter:
         elif not self._run.worker.submit(partial(self._send, placed), placed.path.name):
             self._uploads.park([placed], "too many uploads wait")
 
-    def _place_without_upload(self, trace: Trace, why: str, compressed: bool = True) -> Path | None:
-        """Place a trace on the calling thread, which must not wait for a server."""
+    def _give_up(self, trace: Trace, why: str, compressed: bool = True) -> Path | None:
+        """Leave an optional file out; place others on this thread, which waits for no server."""
+        if self._options.optional:
+            if self._queued.pop(trace.spooled, None) is not None:
+                message = f"{trace.path} was not made: {why}. Its source is kept."
+                self._run.digest.once(f"files were not made: {why}", message)
+            return None
         if (placed := self._place(trace, compressed)) is None:
             return None
         self._uploads.park([placed], why)
@@ -228,6 +222,8 @@ class TraceWriter:
         try:
             yield
         except Exception as error:
+            if self._options.optional:
+                self.discard(trace.spooled)
             kept = next(filter(os.path.lexists, (*_left(trace.spooled), trace.path)), None)
             where = "no file is left" if kept is None else f"see {kept}"
             message = f"{trace.path} was not finished ({describe(error)}); {where}."

@@ -14,7 +14,7 @@ from collections import deque
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -51,7 +51,7 @@ _ENDS = {"finished": "FINISHED", "stopped by an exception": "FAILED"}
 
 @dataclass(frozen=True)
 class MlflowRun(Tracker):
-    """One MLflow run, and the connection of this process to it. Pickles without the connection.
+    """One MLflow run.
 
     Methods may wait for the server: call them on the worker thread. They raise what MLflow raises,
     and `OSError` within seconds if the server is unreachable.
@@ -62,9 +62,6 @@ class MlflowRun(Tracker):
     run_id: str
     #: The logger's prefix of metric keys, with its joining character.
     prefix: str = ""
-
-    def __reduce__(self) -> tuple[type[MlflowRun], tuple[str, str, str]]:
-        return MlflowRun, (self.tracking_uri, self.run_id, self.prefix)
 
     @classmethod
     @override
@@ -120,7 +117,7 @@ class MlflowRun(Tracker):
     def client(self) -> MlflowClient:
         """MLflow's client, after a check that the server is reachable."""
         check_reachable(self.tracking_uri)
-        return self._client
+        return _client_of(self.tracking_uri)
 
     def name(self) -> str:
         """The run's name in MLflow; its id if it has none."""
@@ -134,7 +131,7 @@ class MlflowRun(Tracker):
         """Make a text the run's description, unless the user wrote one."""
         before = self.tags().get(_DESCRIPTION, "")
         if not before or is_ours(before):
-            self._client.set_tag(self.run_id, _DESCRIPTION, text)
+            self.client().set_tag(self.run_id, _DESCRIPTION, text)
 
     @override
     def upload(self, path: Path, remote: str) -> None:
@@ -161,18 +158,19 @@ class MlflowRun(Tracker):
                 self._end(read_summary(path))
 
     def _end(self, summary: Summary) -> None:
-        status = _ENDS.get(summary["status"])
-        if status and self._client.get_run(self.run_id).info.status == "RUNNING":
+        status, client = _ENDS.get(summary["status"]), self.client()
+        if status and client.get_run(self.run_id).info.status == "RUNNING":
             self.describe(description(summary))
             ended = int(datetime.fromisoformat(summary["ended"]).timestamp() * 1000)
             with redirect_stdout(io.StringIO()):  # MLflow prints the address with its password
-                self._client.set_terminated(self.run_id, status, ended)
+                client.set_terminated(self.run_id, status, ended)
 
-    @cached_property
-    def _client(self) -> MlflowClient:
-        from mlflow import MlflowClient
 
-        return MlflowClient(self.tracking_uri)
+@cache
+def _client_of(tracking_uri: str) -> MlflowClient:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri)
 
 
 def is_on_other_server(artifact_uri: str, tracking_uri: str) -> bool:

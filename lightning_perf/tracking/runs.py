@@ -43,6 +43,8 @@ _MOST_COUNTED = 100
 #: Limits of what a server answers: seconds to read a run and to download traces, pages of
 #: experiments, and levels and entries of a run's folders.
 _SECONDS, _DOWNLOAD_SECONDS, _MOST_PAGES, _LEVELS, _MOST_ENTRIES = 120.0, 3600.0, 100, 32, 20_000
+#: Bytes of memory with what a server answers: MLflow reads answers as a whole.
+_MOST_MEMORY = 2 << 30
 #: Params among a run's that describe its set-up.
 _SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
 
@@ -224,7 +226,8 @@ def _ask(tracking_uri: str, question: Callable[[MlflowClient], T], seconds: floa
         raise LookupError(problem)
     worker = Worker("lightning_perf reading MLflow")
     try:
-        return worker.call(lambda: question(MlflowClient(tracking_uri)), seconds)
+        with limited(_MOST_MEMORY, "DATA"):
+            return worker.call(lambda: question(MlflowClient(tracking_uri)), seconds)
     except LookupError:
         raise
     except TimeoutError as error:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     #: A name, and its text over the whole run and over the last window.
     _Row = tuple[str, ...]
 
-FILE_NAME = "summary.json"
+FILE_NAME, PAGE_NAME = "summary.json", "report.html"
 #: The status of a run that continues, or was killed.
 RUNNING = "running"
 #: Increased with each change of the format that an older reader would misread.
-VERSION = 1
+VERSION = 2
 #: Ends a description in MLflow that we wrote, and which may be replaced.
 _OURS = "<!-- lightning_perf -->"
 #: Categories and costs that views show, and the minimum share of each.
@@ -81,11 +81,22 @@ _WINDOW = {
     "first!": float, "last!": float, "batches!": float, "seconds": float, "flops_per_batch": float,
     "peak_flops": float, "throughput": _FIGURES, "timings": _FIGURES,
 }  # fmt: skip
-_SERIES = {"*": [float]}
+_SERIES, _ROWS = {"*": [float]}, [[float]]
 _VERDICT = {
     "code!": str, "severity!": str, "share": float, "predicted_speedup": float,
     "culprit": str | None, "rank": int | None, "phase": str | None, "advice": str,
     "evidence": {"*": int | float | str},
+}  # fmt: skip
+_OPERATORS = [{"name!": str, "calls!": int, "cpu_seconds!": float, "device_seconds!": float}]
+_CAPTURE = {
+    "missing": str, "events": int, "seconds": float, "steps": int, "device": {
+        "devices!": int, "busy!": float, "idle_input!": float, "idle_launch!": float,
+        "idle_other!": float, "communication!": float, "exposed_communication!": float,
+        "kernels!": float, "tensor_cores!": float,
+    },
+    "operators": _OPERATORS, "kernels": _OPERATORS, "notes": [str], "synchronizations": [
+        {"call!": str, "operator!": str, "line!": str, "calls!": int, "seconds!": float},
+    ],
 }  # fmt: skip
 #: What the views read: kinds of values, mappings by key, and lists. ``*`` is any other key, and
 #: ``!`` a key that must be there.
@@ -95,12 +106,14 @@ _SHAPE = {
     "stages!": {
         "*": {
             "whole_run": _WINDOW, "last_window": _WINDOW,
-            "windows": {"timings": _SERIES, "culprits": _SERIES, "*": [float]},
+            "windows": {"warm_up": int, "timings": _SERIES, "culprits": _SERIES, "*": [float]},
         },
     },
-    "culprits": [{"name!": str, "share!": float, "calls!": float}],
+    "culprits": [{"name!": str, "seconds!": float, "calls!": int, "share!": float}],
     "overhead": {"share!": float, "*": float},
-    "verdicts": [_VERDICT], "abstained": {"*": str}, "traces": [str], "pages": [str],
+    "verdicts": [_VERDICT], "abstained": {"*": str}, "capture": _CAPTURE,
+    "ranks": {"last!": [float], "lateness!": _ROWS}, "system": {"*": float},
+    "report": str, "traces": [str], "pages": [str],
 }  # fmt: skip
 _KINDS = {dict: "mapping", list: "list", float: "plausible number", int: "plausible number"}
 
@@ -257,11 +270,12 @@ def panel(summary: Summary) -> RenderableType:
     if summary.get("verdicts") or summary.get("abstained"):
         from lightning_perf.diagnosis.report import panel as verdict_panel
 
-        parts.append(verdict_panel(_verdicts(summary), summary.get("abstained")))
+        parts.append(verdict_panel(verdicts_of(summary), summary.get("abstained")))
     return Group(*parts)
 
 
-def _verdicts(summary: Summary) -> list[Verdict]:
+def verdicts_of(summary: Summary) -> list[Verdict]:
+    """The verdicts of the diagnosis."""
     if not (verdicts := summary.get("verdicts", ())):
         return []
     # With the rules, which take 20 ms to import: `Diagnosis` alone needs them in a run.
@@ -304,7 +318,7 @@ def progress(summary: Summary) -> str:
     times = window.get("timings") or {}
     whole = sum(times.values())
     shares = [f"{each} {times[each] / whole:.0%}" for each in _largest(window, _MOST_COSTS)]
-    found = _verdicts(summary)
+    found = verdicts_of(summary)
     serious = [f"{each.code} ({each.severity})" for each in found if each.severity != "info"]
     verdicts = dict.fromkeys(serious or [each.code for each in found[:1]])
     parts = (headline(summary, name), ", ".join(shares), ", ".join(verdicts))
@@ -316,12 +330,15 @@ def description(summary: Summary) -> str:
     facts, figures = rows(summary)
     first = headline(summary)
     lines = [f"**{first}**", ""] if first else []
-    if verdicts := _verdicts(summary):
+    if verdicts := verdicts_of(summary):
         from lightning_perf.diagnosis.report import headline as verdict_headline
 
         lines += [*(f"- {verdict_headline(each)}" for each in verdicts), ""]
     if figures:
-        head, *body = [[cell.replace("\n", ", ") for cell in row] for row in figures]
+        head, *body = (
+            [name.replace("\n", " "), *(text.replace("\n", ", ") for text in row)]
+            for name, *row in figures
+        )
         lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
     texts = ((name.replace("\n", " "), text.replace("\n", ", ")) for name, text in facts)
     lines += ["", *(f"- {name}: {text}" for name, text in texts)]

@@ -297,8 +297,8 @@ def test_a_name_that_is_no_utf8_loses_no_file(tmp_path: Path) -> None:
     files = [path for path in left_in(folder) if path.name != "metrics.csv"]
     left = {path.relative_to(folder / "l_udcf6ss-version_0").as_posix() for path in files}
     assert left == {
-        "cvf/rank0.8.cvf", "diagnosis/diagnosis.json", "diagnosis/report.html",
+        "cvf/rank0.8.cvf", "report.html",
         "memray/rank0.10.bin", "memray/rank0.10.html", "memray/rank0.10.txt",
-        "timings/timings.html", "torch_traces/memory.html", "torch_traces/rank0.3.pt.trace.json.gz",
+        "torch_traces/memory.html", "torch_traces/rank0.3.pt.trace.json.gz",
         "torch_traces/rank0.3.pt.trace.txt", "viztracer/rank0.6.json.gz",
     }  # fmt: skip

@@ -28,22 +28,23 @@ from lightning_perf.diagnosis.signals import Signals
 
 
 def captured(folder: Path) -> tuple[dict[str, Any], str]:
-    """The files of the run: the document's section, and the page."""
-    (path,) = folder.rglob("diagnosis.json")
+    """The files of the run: the summary's section, and the page."""
+    (path,) = folder.rglob("summary.json")
     return json.loads(path.read_text())["capture"], (path.parent / "report.html").read_text()
 
 
 @pytest.mark.parametrize("hosted", [False, True])
 def test_the_captured_steps_are_in_the_report(tmp_path: Path, hosted: bool) -> None:
-    """Alone and in a Suite, the trace is kept and summarized in the document and on the page."""
+    """Alone and in a Suite, the trace is kept and in the summary and on the page."""
     diagnosis = Diagnosis(capture=PyTorch(schedule="at 5ba for 3ba"), terminal=False)
     trainer(tmp_path, Suite([diagnosis]) if hosted else diagnosis).fit(Small())
     ((name, trace),) = traces(tmp_path).items()
     assert steps(trace) == [5, 6, 7]
     section, page = captured(tmp_path)
-    assert (section["steps"], section["device"]) == (3, None)
+    assert section["steps"] == 3
+    assert "device" not in section
     assert any(each["name"].startswith("aten::") for each in section["operators"])
-    assert "Captured batches" in page
+    assert "Captured steps" in page
     assert section["operators"][0]["name"] in page
     (summary,) = tmp_path.rglob("summary.json")
     assert json.loads(summary.read_text())["traces"] == [name]
@@ -88,12 +89,12 @@ def test_a_verdict_starts_the_capture(tmp_path: Path, capture: Any, first: int, 
 
 
 def test_a_capture_has_its_own_folder(tmp_path: Path) -> None:
-    """It works beside a profiler of the user's own, and in the folder that the report is in."""
-    diagnosis = Diagnosis(folder="{run_name}/why", capture=True, terminal=False)
+    """It works beside a profiler of the user's own."""
+    diagnosis = Diagnosis(capture=True, terminal=False)
     own = PyTorch(schedule="at 5ba for 3ba")
     trainer(tmp_path, own, diagnosis).fit(Small())
     assert len(traces(tmp_path)) == 1
-    assert diagnosis.parts[0].folder == "{run_name}/why/capture"
+    assert diagnosis.parts[0].folder == "{run_name}/diagnosis/capture"
 
 
 def test_the_summary_is_of_training_not_of_validation(tmp_path: Path) -> None:
@@ -180,7 +181,7 @@ def test_without_a_capture_nothing_is_recorded(tmp_path: Path) -> None:
     diagnosis = Diagnosis(terminal=False)
     trainer(tmp_path, diagnosis).fit(Small())
     assert not any(map(diagnosis.overrides, ("before_batch", "after_batch")))
-    (path,) = tmp_path.rglob("diagnosis.json")
+    (path,) = tmp_path.rglob("summary.json")
     assert "capture" not in json.loads(path.read_text())
 
 

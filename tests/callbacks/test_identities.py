@@ -182,7 +182,7 @@ def train(folder: Path, plan: dict[str, Any]) -> None:  # noqa: C901
             seen["costs"] = context.spans.totals
             seen["batch"] = context.batches.totals("train")
             seen["progress"] = context.progress
-            seen["steps"] = diagnosis._record.signals(diagnosis._setup)
+            seen["steps"] = diagnosis._collector.signals()
             close(context, reason)
 
         close = timings.close
@@ -295,7 +295,7 @@ def test_the_start_of_validation_is_not_training(tmp_path: Path, clock: FakeCloc
     assert {value for _, value in records.of("throughput/batches_per_sec")} == {1.0}
     assert speed.metrics["time/val"] == 4 * (8 + 2)
     assert speed.metrics["time/train"] == 16
-    assert {each for each, *_ in diagnosis._record._steps if not isnan(each)} == {1.0}
+    assert {each for each in diagnosis._diagnosed.steps if not isnan(each)} == {1.0}
     split = [row for _, row in records.rows if "validate/timings/forward" in row]
     parts = {f"validate/timings/{name}" for name in CATEGORIES}
     assert [sum(row[key] for key in parts & row.keys()) for row in split] == [5.0] * 4
@@ -325,7 +325,7 @@ def test_hooks_before_the_first_batch_are_not_its_time(tmp_path: Path, clock: Fa
         on_train_epoch_start = on_train_start
 
     trainer(tmp_path, diagnosis, speed, Begins()).fit(Evaluated(clock))
-    assert diagnosis._record._first == 1.0
+    assert diagnosis._diagnosed.first_step == 1.0
     assert speed.metrics["time/train"] == 200 + 16
 
 
@@ -360,7 +360,7 @@ def test_collections_in_validation_are_not_training_s(tmp_path: Path, clock: Fak
             gc.collect()
 
     def slow(phase: str, _: Any) -> None:
-        if phase == "stop" and diagnosis._gc is not None:
+        if phase == "stop" and diagnosis._collector is not None:
             clock.sleep(3.0)
 
     diagnosis = Diagnosis(terminal=False, schedule=None)
@@ -372,7 +372,7 @@ def test_collections_in_validation_are_not_training_s(tmp_path: Path, clock: Fak
     finally:
         gc.enable()
         gc.callbacks.remove(slow)
-    signals = diagnosis._record.signals(diagnosis._setup)
+    signals = diagnosis._diagnosed
     assert signals.category("forward").sum() == 16.0
     assert signals.category("validation").sum() == 8.0  # two collections less
 
@@ -386,5 +386,5 @@ def test_each_epoch_begins_where_it_really_does(tmp_path: Path, clock: FakeClock
 
     diagnosis = Diagnosis(terminal=False)
     trainer(tmp_path, diagnosis, max_epochs=3).fit(Early(clock))
-    firsts = diagnosis._record.signals(diagnosis._setup).firsts
+    firsts = diagnosis._diagnosed.firsts
     assert [at for at, first in enumerate(firsts) if first] == [0, 3, 7]

@@ -16,15 +16,19 @@ import numpy as np
 import pytest
 from helpers.browser import needs_browser, text_from_browser, without_policy
 
-from lightning_perf.charts import COLOURS
-from lightning_perf.charts.stacked import MAX_POINTS, Row, stack, stacked_html
+from lightning_perf.charts import COLOURS, page
+from lightning_perf.charts.stacked import Row, costs, stack
+from lightning_perf.timing.totals import Share
 
 #: Batches of up to 50 ms.
 ROWS: list[Row] = [
     (step, {"forward": 0.01, "backward": 0.02, "dataloader_next": 0.01 * step / 100})
     for step in range(10, 201, 10)
 ]
-TABLE = [("Small.on_train_batch_end", 1.5, 300, 0.02), ("CSVLogger.log_metrics", 12.25, 49, 0.16)]
+TABLE = [
+    Share("Small.on_train_batch_end", 1.5, 300, 0.02),
+    Share("CSVLogger.log_metrics", 12.25, 49, 0.16),
+]
 
 
 def rgb(colour: str) -> tuple[int, ...]:
@@ -55,8 +59,9 @@ class Page(HTMLParser):
         return json.loads(data)
 
 
-def page_of(folder: Path, rows: Sequence[Row], **options: Any) -> Page:
-    stacked_html(folder / "time.html", rows, **options)
+def page_of(folder: Path, rows: Sequence[Row], table: Sequence[Share] = (), first: int = 0) -> Page:
+    parts = [stack(rows, first), *([costs(table)] if table else [])]
+    (folder / "time.html").write_text(page("Where the time went", parts), encoding="utf-8")
     return Page(folder / "time.html")
 
 
@@ -88,20 +93,19 @@ def test_the_page_shows_the_values(tmp_path: Path) -> None:
 
 def test_the_table_of_callbacks_is_ordered_by_cost(tmp_path: Path) -> None:
     """Its columns are name, seconds, calls, time per call and share."""
-    page = page_of(tmp_path, ROWS, table=[*TABLE, ("Idle.log", 0.0, 0, 0.0)])
+    page = page_of(tmp_path, ROWS, table=[*TABLE, Share("Idle.log", 0.0, 0, 0.0)])
     cells = page.texts[page.texts.index("share of the run") + 1 :][:-1]
     assert cells == [
         *("CSVLogger.log_metrics", "12.2", "49", "250 ms", "16.0%"),
         *("Small.on_train_batch_end", "1.50", "300", "5.00 ms", "2.0%"),
         *("Idle.log", "0", "0", "0.0%"),
     ]
-    assert "Callbacks and loggers" not in page_of(tmp_path, ROWS).texts
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     """Callbacks may have any name."""
     evil = "</script><img src=x onerror=alert(1)>"
-    page = page_of(tmp_path, ROWS, table=[(evil, 1.0, 1, 1.0)])
+    page = page_of(tmp_path, ROWS, table=[Share(evil, 1.0, 1, 1.0)])
     assert "img" not in {tag for tag, _ in page.tags}
     assert [tag for tag, _ in page.tags].count("script") == 1
 
@@ -158,17 +162,6 @@ def test_a_resumed_run_begins_at_its_first_step() -> None:
     assert shown.layers[0].amount == pytest.approx(25 / 15)
 
 
-def test_many_rows_are_averaged() -> None:
-    """Thousands of reports are averaged into fewer windows, with a note."""
-    rows: list[Row] = [(n, {"forward": 1.0 + n % 2, "backward": 3.0}) for n in range(4_000)]
-    shown = stack(rows)
-    assert len(shown.windows) == MAX_POINTS
-    assert [band.name for band in shown.layers] == ["backward", "forward"]
-    assert shown.layers[1].values == pytest.approx([1.5] * MAX_POINTS)
-    assert shown.layers[1].share == pytest.approx(1.5 / 4.5)
-    assert shown.notes == ("Each window is the mean of about 8 reports.",)
-
-
 def test_a_category_is_zero_before_it_first_appears() -> None:
     """Validation appears at the step where it first runs."""
     rows: list[Row] = [(1, {"forward": 1.0}), (2, {"forward": 1.0, "validation": 3.0})]
@@ -196,16 +189,17 @@ def test_a_high_peak_is_cut_off(tmp_path: Path) -> None:
     assert stack([(n, {"forward": 1.0 + n}) for n in range(100)]).notes == ()
 
 
-def test_drawing_libraries_are_imported_on_demand(tmp_path: Path) -> None:
+def test_drawing_libraries_are_imported_on_demand() -> None:
     """Importing the package does not import jinja2; a page needs neither torch nor matplotlib."""
     code = """
 import sys
-from lightning_perf.charts.stacked import stacked_html
+from lightning_perf.charts import page
+from lightning_perf.charts.stacked import stack
 assert not {"jinja2", "torch"} & set(sys.modules)
-stacked_html(sys.argv[1] + "/time.html", [(1, {"forward": 1.0})])
+page("time", [stack([(1, {"forward": 1.0})])])
 assert not {"matplotlib", "torch"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 #: Simulation of colour blindness (Machado et al. 2009, in linear RGB).

@@ -31,7 +31,7 @@ def boxes(picture: str) -> dict[str, dict[str, float]]:
 
 
 def draw(text: str) -> str:
-    return FlameGraph(fold(read_folded(text)), "A title").document()
+    return FlameGraph(fold(read_folded(text)), "A title").svg(alone=True)
 
 
 def test_widths_are_proportional() -> None:
@@ -56,7 +56,7 @@ def test_the_order_of_stacks_does_not_matter() -> None:
 def test_tooltips_show_value_and_share() -> None:
     """The tooltip of a frame shows its value with the unit, and its share."""
     root = fold([(["a"], 3 << 20), (["b"], 1 << 20)])
-    picture = FlameGraph(root, "Memory", bytes_text).document()
+    picture = FlameGraph(root, "Memory", bytes_text).svg(alone=True)
     assert "<title>a (3.0 MiB, 75.0%)</title>" in picture
     assert "Memory: 4.0 MiB" in picture
 
@@ -64,7 +64,7 @@ def test_tooltips_show_value_and_share() -> None:
 def test_names_are_escaped() -> None:
     """A name never becomes markup or script."""
     evil = """<script>alert("1")</script>&'"""
-    picture = FlameGraph(fold([([evil], 1)]), evil).document()
+    picture = FlameGraph(fold([([evil], 1)]), evil).svg(alone=True)
     assert evil in boxes(picture)
     assert picture.count("<script>") == 1
 
@@ -72,7 +72,7 @@ def test_names_are_escaped() -> None:
 def test_invisible_frames_are_left_out() -> None:
     """The size of a picture is bounded for any number of functions."""
     stacks = [([f"f{n}"], 1) for n in range(50_000)] + [(["g"], 50_000)]
-    assert set(boxes(FlameGraph(fold(stacks), "t").document())) == {"all", "g"}
+    assert set(boxes(FlameGraph(fold(stacks), "t").svg(alone=True))) == {"all", "g"}
 
 
 def test_an_empty_recording_shows_the_root() -> None:

@@ -145,7 +145,7 @@ def test_every_configuration_trains(
     code, report, _ = call(capsys, "report")
     assert code == 0
     assert "steps 0 to 11" in report
-    assert "/timings/timings.html" in report
+    assert "/report.html" in report
     if path.stem == "demo":
         assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in report
         assert "tokens/s" in report
@@ -203,12 +203,14 @@ def test_the_report_lists_traces_and_pages(
         "viztracer": ["rank0.1.json", "rank0.2.json.gz", "README.md"],
         "memray": ["rank0.1.html"],
         "torch_memory_traces": [f"rank0.{n}.pt.trace.memory.html" for n in range(6)],
-        "timings": ["timings.html", "other.png"],
     }
     for folder, names in files.items():
         for name in names:
             (tmp_path / name).touch()
             client.log_artifact(run.run_id, str(tmp_path / name), f"owl/{folder}")
+    for name in ("report.html", "other.png"):
+        (tmp_path / name).touch()
+        client.log_artifact(run.run_id, str(tmp_path / name), "owl")
     _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
     printed = out.splitlines()
     traces = next(n for n, line in enumerate(printed) if line.startswith("Traces"))
@@ -219,7 +221,7 @@ def test_the_report_lists_traces_and_pages(
         "rank0.2.json.gz",
         "  and 2 more",
     ]
-    assert printed[pages + 5].endswith("/owl/timings/timings.html")
+    assert printed[pages + 5].endswith("/owl/report.html")
     assert printed[pages + 6] == "  and 3 more"
     assert not any(".md" in line for line in printed)
 

@@ -56,7 +56,7 @@ def timed(**changes: list[float]) -> dict[str, list[float]]:
         "batch/seconds": [2.0, 2.0], "batch/count": [10.0, 10.0], "batch/samples": [80.0, 40.0],
         "batch/tokens": [0.0, 0.0], "flops/model": [4e9, 2e9], "flops/ideal_seconds": [0.5, 0.25],
         "batch/uncounted_samples": [0.0, 0.0], "batch/uncounted_tokens": [0.0, 0.0],
-        "flops/uncounted_batches": [0.0, 0.0],
+        "flops/uncounted_batches": [0.0, 0.0], "flops/seconds": [2.0, 2.0],
     }  # fmt: skip
     return columns | {name.replace("__", "/"): value for name, value in changes.items()}
 
@@ -77,6 +77,14 @@ def test_a_batch_that_was_not_counted_leaves_its_rate_out(what: str) -> None:
     """One batch without a count on one rank would make the rate too low."""
     counts = {f"batch__{what}": [80.0, 40.0], f"batch__uncounted_{what}": [0.0, 1.0]}
     assert f"throughput/{what}_per_sec" not in throughput(window_of(timed(**counts)))
+
+
+def test_mfu_is_that_of_the_batches_with_known_flops() -> None:
+    """One batch with unknown FLOPs leaves out FLOP/s, and its time from MFU, as in ``Flops``."""
+    columns = timed(flops__uncounted_batches=[1.0, 0.0], flops__seconds=[1.0, 2.0])
+    found = throughput(window_of(columns))
+    assert "throughput/flops_per_sec" not in found
+    assert found["throughput/device/mfu"] == (0.5 + 0.125) / 2
 
 
 def test_a_rank_without_a_peak_leaves_mfu_out() -> None:

@@ -204,7 +204,7 @@ def test_a_planted_delay_is_found(tmp_path: Path, phase: str, ranks: int, second
     assert last["straggler/rank"] == rank
     numbers = ("input", "forward", "backward", "optimizer", "callback")
     assert last["straggler/phase"] == numbers.index(phase)
-    (page,) = folder.rglob("ranks.html")
+    (page,) = folder.rglob("report.html")
     assert f"rank {rank} " in page.read_text()
 
 

@@ -3,7 +3,7 @@
 | fault before batch 10 | x profilers, one with an open window |
 |---|---|
 | the disk is full until the end | 3 |
-| the disk is full for two batches | 3 |
+| the disk is full for two batches, also where a window begins | 3 each |
 | files cannot grow (a quota) | 3, and VizTracer's own form |
 | the folder is removed | 3 |
 | a file is in the folder's place | 3 |
@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import shutil
 import subprocess
@@ -98,6 +99,12 @@ def free(disk: Path) -> None:
         path.unlink()
 
 
+def filled_and_freed(disk: Path) -> Setting:
+    """A training whose disk is full where one window begins, and not for the last two."""
+    acts = {4: partial(fill, disk), 7: partial(free, disk)}
+    return Setting(before=[Planted("on_train_batch_start", act, at) for at, act in acts.items()])
+
+
 def bound() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
@@ -139,12 +146,12 @@ def hidden(folder: Path) -> set[str]:
 def test_a_full_disk_loses_only_the_open_window(
     train: Callable[..., list[str]], disk: Path, profiler: str
 ) -> None:
-    """Finished files stay complete; a truncated one has no final name and gives a warning."""
+    """Finished files stay complete; a truncated one is deleted, which gives a warning."""
     messages = train(profiler, disk, {BATCH: partial(fill, disk)})
     kept = whole(disk)
     # Memray keeps the readable part of its capture, and reports on stderr that it stopped.
     assert DONE <= kept <= DONE | (files(profiler, 12) if profiler == "Memray" else set())
-    assert ".tmp" not in hidden(disk)  # a part that torch wrote beside its path
+    assert not hidden(disk)  # they would take the space that training needs
     assert messages
 
 
@@ -258,9 +265,21 @@ def test_a_folder_that_cannot_be_created_does_not_affect_training(
 def test_a_disk_that_is_full_from_the_start_does_not_affect_training(
     train: Callable[..., list[str]], disk: Path, profiler: str
 ) -> None:
-    """Each profiler warns, and no file has a final name."""
+    """Each profiler warns, and no file is left."""
     fill(disk)
     messages = train(profiler, disk, {})
     assert not whole(disk)
-    hidden(disk)
+    assert not hidden(disk)
     assert len(messages) >= 3
+
+
+@pytest.mark.parametrize("profiler", PROFILERS)
+def test_windows_are_recorded_once_a_full_disk_has_space(
+    fork_server: ForkServer, tmp_path: Path, disk: Path, profiler: str
+) -> None:
+    """A profiler that could not begin a window records later ones, and blames no other tool."""
+    given = {"ours": profilers(profiler), "disk": disk}
+    ended = fork_server.run(tmp_path / "process", fit, disk, filled_and_freed, **given)
+    assert files(profiler, 12, 14) <= whole(disk), ended.said
+    assert not hidden(disk)
+    assert not re.search("report this|remove one", "".join(ended.said))

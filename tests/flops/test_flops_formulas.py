@@ -312,7 +312,7 @@ def test_a_function_of_the_user_is_a_formula():
         (6.0, "expected a name"),
         ({"kind": ["palm"]}, "expected one of palm, megatron, nanogpt"),
         ({"kind": "palm", "sizes": 1}, "unknown keys: sizes"),
-        ({"kind": "palm"}, "no config and no hparams"),
+        ("palm", "formula={'kind': 'palm'} needs .* no config and no hparams"),
         ({"kind": "palm", "config": {"n_layer": 2, "n_head": 2}}, "lacks hidden, vocab"),
         ({"kind": "palm", "config": TINY, "passes": 2}, "passes=2"),
     ],

@@ -9,21 +9,29 @@ import pytest
 import torch
 
 from lightning_perf.errors import ConfigError
-from lightning_perf.flops import (
-    check_peak,
-    device_name,
-    lookup,
-    peak_flops,
-    table,
-    tf32_is_on,
-)
+from lightning_perf.flops import device_name, lookup, peak_flops, table
 from lightning_perf.flops.counter import Counts
+from lightning_perf.flops.operators import tf32_is_on
 from lightning_perf.flops.peaks import (
     Peak,
     PeakResolver,
-    estimate_from_properties,
+    check_peak,
+    estimated_peak,
     resolve_peak,
 )
+
+
+def properties(name, sm_count, clock_ghz, capability):
+    """What torch knows of a device."""
+    major, minor = capability
+    return SimpleNamespace(
+        name=name,
+        multi_processor_count=sm_count,
+        clock_rate=clock_ghz * 1e6,
+        major=major,
+        minor=minor,
+    )
+
 
 NAMES = {
     "NVIDIA A100-SXM4-40GB": "A100",
@@ -179,14 +187,7 @@ def test_known_devices(device, sm_count, clock_ghz, capability):
     compared = 0
     for dtype in ("float16", "bfloat16", "float8_e4m3fn", "int8", "float4_e2m1fn_x2", "float32"):
         for tf32 in (False, True):
-            ours = estimate_from_properties(
-                sm_count,
-                clock_ghz * 1e9,
-                capability,
-                dtype,
-                tf32=tf32,
-                geforce="GeForce" in device,
-            )
+            ours = estimated_peak(properties(device, sm_count, clock_ghz, capability), dtype, tf32)
             known = peak_flops(device, dtype, tf32=tf32)
             if known is not None and ours is not None:
                 compared += 1
@@ -197,8 +198,8 @@ def test_known_devices(device, sm_count, clock_ghz, capability):
 
 def test_published_figures():
     """The estimates of A100 and H100 equal their published peaks."""
-    a100 = estimate_from_properties(108, 1.41e9, (8, 0), "bfloat16")
-    h100 = estimate_from_properties(132, 1.83e9, (9, 0), "bfloat16")
+    a100 = estimated_peak(properties("A100", 108, 1.41, (8, 0)), "bfloat16")
+    h100 = estimated_peak(properties("H100", 132, 1.83, (9, 0)), "bfloat16")
     assert a100 == pytest.approx(312e12, rel=1e-3)
     assert h100 == pytest.approx(989.4e12, rel=1e-3)
 
@@ -209,7 +210,7 @@ def test_published_figures():
 )
 def test_unknown_units(capability, dtype):
     """Unknown capabilities and unsupported dtypes have no estimate."""
-    assert estimate_from_properties(10, 1e9, capability, dtype) is None
+    assert estimated_peak(properties("", 10, 1.0, capability), dtype) is None
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -18,7 +18,7 @@ from helpers.small import (
     launch,
     trainer,
 )
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -101,12 +101,12 @@ class Critic(TwoOptimizers):
                 optimizer.step()
 
 
-@pytest.mark.parametrize(("every", "first"), [(5, 0), (5, 4), (2, 1), (1, 0)])
+@pytest.mark.parametrize(("every", "first"), [(5, 0), (5, 4), (10, 9), (2, 1), (1, 0)])
 def test_batches_of_one_shape_may_train_different_networks(
     tmp_path: Path, every: int, first: int
 ) -> None:
     """A network that only some batches train counts with its share of the batches."""
-    found = counted(tmp_path, Critic(every, first), max_epochs=3)
+    found = counted(tmp_path, Critic(every, first), max_epochs=4)
     assert found["batch_flops"] == pytest.approx((1 + 1 / every) * 4 * FLOPS_PER_SAMPLE, abs=0.5)
     assert found["mfu"] > 0
 
@@ -141,7 +141,7 @@ def test_layers_that_only_some_batches_use_count_with_their_share(
 def test_few_batches_of_one_cost_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one, and four more after sixteen others, which a short run leaves out."""
+    """The first two, and ten more after sixteen others, which a short run leaves out."""
     started: list[int] = []
     monkeypatch.setattr(
         "lightning_perf.run.flop_meter.FlopCounter",
@@ -149,7 +149,7 @@ def test_few_batches_of_one_cost_are_counted(
     )
     run = trainer(tmp_path, Flops(peak_flops=1e9), max_epochs=3)
     run.fit(Small())
-    assert started == [0, 17, 18, 19, 20]
+    assert started == [0, 1, *range(18, 28)]
 
 
 class Orthogonal(torch.optim.SGD):
@@ -253,20 +253,13 @@ def test_an_epoch_without_a_backward_costs_its_forwards(
 ) -> None:
     """The last epoch of StochasticWeightAveraging, which only updates batch norms."""
 
-    class ForwardOnly(Callback):
-        """A shadow has no values: the batch norms of StochasticWeightAveraging need one."""
-
-        def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
-            trainer.fit_loop._skip_backward = trainer.current_epoch == 2
-
     model = Small()
     model.net.insert(1, torch.nn.BatchNorm1d(HIDDEN))
-    averaging: Callback = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)
     if compiled:
         model.net.compile(backend="eager")
-        averaging = ForwardOnly()
     flops = Flops(peak_flops=1e9, schedule="every 4ba")
-    trainer(tmp_path, flops, averaging, max_epochs=2 + compiled, logger=records).fit(model)
+    trainer(tmp_path, flops, averaging, max_epochs=2, logger=records).fit(model)
     found = [value for _, value in records.of("batch_flops")]
     assert found[1:] == [4 * FLOPS_PER_SAMPLE] * 8 + [4 * FORWARD] * 4
 
@@ -301,6 +294,34 @@ def test_extra_work_of_some_batches_has_its_share(
     found = counted(tmp_path, Extra(when, compiled), max_epochs=epochs)
     extra = 20 * 4 * FORWARD / every * (every < 1000)
     assert found["batch_flops"] == pytest.approx(4 * FLOPS_PER_SAMPLE + extra, abs=1)
+
+
+def test_extra_work_of_the_last_batch_of_ten_has_its_share(tmp_path: Path) -> None:
+    """Counting again covers ten batches in a row, so work of each tenth is in it at any phase."""
+
+    def when(module: Any, _: int) -> bool:
+        return module.global_step % 10 == 7
+
+    found = counted(tmp_path, Extra(when), max_epochs=8)
+    assert found["batch_flops"] == pytest.approx(4 * FLOPS_PER_SAMPLE + 2 * 4 * FORWARD, abs=1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_extra_work_of_the_first_batch_of_each_validation(
+    tmp_path: Path, records: Records, compiled: bool
+) -> None:
+    """It is not charged to the other batches, from the first validation on."""
+
+    class Images(Extra):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            for _ in range(31 if batch_idx == 0 else 1):
+                self.net(batch[0])
+
+    model = Images(lambda *_: False, compiled)
+    options: dict[str, Any] = {"limit_val_batches": 10, "val_check_interval": 4}
+    trainer(tmp_path, Flops(peak_flops=1e9), logger=records, max_epochs=3, **options).fit(model)
+    found = [value for _, value in records.of("validate/batch_flops")]
+    assert found == pytest.approx([4 * 4 * FORWARD] * 12, abs=1)
 
 
 def test_work_that_is_added_later_is_found(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class Device:
     def device_timer(self, most: int = 2048) -> DeviceTimer:
         return DeviceTimer(self.events(most))
 
-    def events(self, most: int) -> Events[Any]:
+    def events(self, most: int) -> Events:
         return Events("a loss", most, self.event, lambda: self.capturing)
 
     def replace_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from helpers.windows import ranks_window, window_of
 from lightning_perf.core.progress import Timestamp
 from lightning_perf.diagnosis.signals import Signals
-from lightning_perf.timing.totals import CATEGORIES, Action, Cost
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
 
 #: Batches per window, and number of windows.
 BATCHES, WINDOWS = 10, 12
@@ -52,20 +53,22 @@ def signals_of(
         **options: Of `Signals`.
     """
     seconds = {name: np.broadcast_to(per_batch.get(name, 0.0), windows) for name in CATEGORIES}
-    found, costs = [], []
+    found, before = [], Totals({})
     for number in range(windows):
         values = {
             f"timings/{name}": [float(seconds[name][number]) * BATCHES] for name in CATEGORIES
         }
         values |= {name: [each[number]] for name, each in (columns or {}).items()}
         first, last = Timestamp(batch=number * BATCHES), Timestamp(batch=(number + 1) * BATCHES)
-        found.append(window_of(values, first=first, last=last, step=last.batch))
         done = {action: each[: number + 1] for action, each in (named or {}).items()}
-        costs.append({a: Cost(*map(sum, zip(*each, strict=True))) for a, each in done.items()})
+        after = Totals({a: Cost(*map(sum, zip(*each, strict=True))) for a, each in done.items()})
+        place = {"first": first, "last": last, "step": last.batch}
+        found.append(window_of(values, spent=(before, after), **place))
+        before = after
     batch = sum(each for name, each in seconds.items() if name != "validation")
     step = np.repeat(batch, BATCHES)
     given: dict[str, Any] = {"steps": step, "first_step": float(step[0])}
-    return Signals(windows=found, costs=costs, **(given | options))
+    return Signals(windows=found, **(given | options))
 
 
 def signals_of_ranks(
@@ -91,3 +94,12 @@ def signals_of_ranks(
         columns |= {f"system/{name}": [value, *rest], f"system/{name}/seconds": [1.0, *rest]}
     window = ranks_window(ranks, own, {"waits/backward": gradients}, **columns)
     return Signals(windows=[window] * 6)
+
+
+def with_costs(signals: Signals, costs: Sequence[Mapping[Action, Cost]]) -> Signals:
+    """The same signals with other named costs, those in each window."""
+    windows = [
+        replace(window, spent=(Totals({}), Totals(each)))
+        for window, each in zip(signals.windows, costs, strict=True)
+    ]
+    return replace(signals, windows=windows)

@@ -142,6 +142,16 @@ def test_a_completed_run_releases_the_trainer(tmp_path: Path, way: str, hosted: 
     assert records.keys
 
 
+def test_all_objects_can_be_inspected_after_a_run(tmp_path: Path) -> None:
+    """No weak proxy of a released object is left: who searches for tensors would get its error."""
+    ours = everything()
+    assert_gone(run(tmp_path, ours, [], fit))
+    left = [each for each in gc.get_objects() if type(each) in weakref.ProxyTypes]
+    for proxy in left:
+        isinstance(proxy, Small)
+    assert ours
+
+
 def test_max_steps_releases_the_trainer(tmp_path: Path) -> None:
     """A training that ends in the middle of an epoch holds no reference either."""
     assert_gone(run(tmp_path, everything(), [], fit, max_steps=2, max_epochs=-1))

@@ -12,10 +12,13 @@ import pytest
 import torch
 from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, launch, ours, trainer
 from helpers.torch_traces import traces
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import Flops, GlobalRank, PyTorch, SpeedMonitor
+from lightning_perf.background import wait_until
+from lightning_perf.run import context
 from lightning_perf.run.callback import PerfCallback
 
 pytestmark = pytest.mark.slow
@@ -112,6 +115,30 @@ def test_a_callback_that_fails_on_one_rank_hangs_no_other_rank(tmp_path: Path) -
     # Eight batches per rank: reports at the first, second, fourth, sixth and eighth. The last may
     # be late.
     assert all(rank["metrics"]["Counting"]["reports"] >= 4 for rank in ranks)
+
+
+def test_a_rank_that_no_longer_answers_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What EarlyStopping monitors is not waited for again in later epochs, after a wait in vain."""
+
+    class Silent(PerfCallback):
+        def on_epoch(self, context: Any) -> None:
+            context.windows.gatherer.lost = context.ranks.global_rank == 1
+
+    def wait(done: Any, timeout: float) -> None:
+        with (tmp_path / f"{torch.distributed.get_rank()}").open("a") as file:
+            file.write(f"{timeout} ")
+        wait_until(done, timeout / 100)
+
+    monkeypatch.setattr(context, "wait_until", wait)
+    torch.set_num_threads(1)
+    stop = EarlyStopping("throughput/batches_per_sec", patience=9)
+    run = trainer(tmp_path, SpeedMonitor(2), Silent(), stop, max_epochs=3, **RANKS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # reports are lost in the other process
+        run.fit(Small())
+    assert (tmp_path / "0").read_text().split() == ["10.0", "0.0", "0.0"]
 
 
 def test_ranks_may_have_different_shapes(tmp_path: Path, mlflow_database: str) -> None:

@@ -36,15 +36,18 @@ from lightning_perf import (
     Timings,
     always_on,
 )
+from lightning_perf.core.progress import Timestamp
+from lightning_perf.core.window import Columns
 from lightning_perf.flops.peaks import Peak, PeakResolver
-from lightning_perf.run.history import History, Point, table, table_totals
+from lightning_perf.run.window_log import MOST, Report, WindowLog, table
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
+from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.summary import SummaryError, description, read_summary, rows
 
 PEAK = 1e12
 PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
 NAMES = ("timings/forward", "batch/samples", "batch/seconds", "batch/count", "memory/rss")
-COLUMNS = {name: position for position, name in enumerate(NAMES)}
+COLUMNS = Columns({name: position for position, name in enumerate(NAMES)})
 
 
 def callbacks() -> list[Any]:
@@ -82,7 +85,7 @@ def test_the_end_of_a_run_calls_fsync_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "fsync", noted)
     trainer(tmp_path, Timings(), Diagnosis(terminal=False)).fit(Small())
     files = {path.name: path.stat().st_ino for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"timings.html", "diagnosis.json", "report.html"} < files.keys()
+    assert {"summary.json", "report.html"} <= files.keys()
     assert synced == {files["summary.json"]}
 
 
@@ -112,7 +115,7 @@ def test_a_run_leaves_its_metrics(tmp_path: Path, kind: str) -> None:
     run = trainer(tmp_path, *callbacks(), logger=logger, log_every_n_steps=4)
     run.fit(Small())
     found = summary_of(tmp_path)
-    assert (found["version"], found["status"]) == (1, "finished")
+    assert (found["version"], found["status"]) == (2, "finished")
     assert found["setup"]["peak_flops"] == PEAK
     assert found["stages"]["train"]["whole_run"]["peak_flops"] == PEAK
     assert {"lightning_perf", "lightning", "torch", "python"} <= set(found["setup"]["versions"])
@@ -154,7 +157,9 @@ def test_all_ranks_are_in_the_summary(tmp_path: Path) -> None:
     assert rates["samples_per_sec"] == pytest.approx(2 * 4 * rates["batches_per_sec"])
     assert whole["flops_per_batch"] == 2 * 4 * FLOPS_PER_SAMPLE
     windows = found["stages"]["train"]["windows"]
-    assert (windows["last"], windows["batches"], windows["samples"]) == ([7], [4], [32.0])
+    assert (windows["last"], windows["batches"], windows["samples"]) == (
+        [3, 7], [4, 4], [24.0, 32.0],  # the first batch is not timed
+    )  # fmt: skip
 
 
 def test_a_test_after_fit_adds_its_stage(tmp_path: Path) -> None:
@@ -258,7 +263,7 @@ def files_in(folder: Path) -> list[Path]:
 def test_no_file_is_replaced(tmp_path: Path) -> None:
     """Every name of a run is taken by a file of the user, and then by an earlier run: all stay.
 
-    The summary of a run is its latest one.
+    The summary of a run and its page are the latest ones.
     """
     trainer(tmp_path / "model", *everything(), logger=Records()).fit(Small())
     names = [path.relative_to(tmp_path / "model") for path in files_in(tmp_path / "model")]
@@ -270,8 +275,9 @@ def test_no_file_is_replaced(tmp_path: Path) -> None:
         earlier = {path: path.read_bytes() for path in files_in(tmp_path / "mine")}
         trainer(tmp_path / "mine", *callbacks, logger=Records()).fit(Small())
         changed = [path for path, content in earlier.items() if path.read_bytes() != content]
-        assert [path.name for path in changed] == ["summary.json"] * summaries
-        assert len(files_in(tmp_path / "mine")) > len(earlier)
+        assert [path.name for path in changed] == ["report.html", "summary.json"] * summaries
+        assert len(files_in(tmp_path / "mine")) > len(earlier) - summaries
+        assert all(b"mine: " not in earlier[path] for path in changed)
 
 
 class FailsToStart(Small):
@@ -401,7 +407,7 @@ def test_a_run_without_mlflow_can_be_reported(
         for part in ("MFU", "batches/s", "1 TFLOP/s per device (given)"):
             assert part in out
         assert "status" not in out
-        assert str(trained / "timings" / "timings.html") in out
+        assert str(trained / "report.html") in out
         assert "mlflow" not in out.lower()
     code, out, _ = call(capsys, "report", str(trained), "--json")
     found = json.loads(out)
@@ -488,26 +494,30 @@ def test_a_summary_of_validation_alone(tmp_path: Path) -> None:
 # Its windows: differences of totals, in bounded memory
 
 
-def history(reports: int, every: int = 1, ranks: int = 1) -> History:
+def log_of(reports: int, every: int = 1, ranks: int = 1) -> WindowLog:
     """1 s, 4 samples and 0.5 s of a callback per batch and rank."""
-    found = History()
+    found = WindowLog(report(0), COLUMNS, MOST)
     for batch in range(every, reports * every + 1, every):
-        if found.due(batch, at_end=False):
-            row = [batch * each for each in (1.0, 4.0, 1.0, 1.0, 7.0)]
-            totals = table_totals(COLUMNS, [row] * ranks)
-            found.add(Point(batch - 1, batch, totals, costs(batch)))
+        found.add(report(batch, ranks))
     return found
+
+
+def report(batch: int, ranks: int = 1, columns: Columns = COLUMNS, at_end: bool = False) -> Report:
+    row = [batch * each for each in (1.0, 4.0, 1.0, 1.0, 7.0)]
+    head = "train", batch - 1, Timestamp(batch=batch), at_end, 0
+    return Report(*head, columns, (), costs(batch), [row] * ranks if batch else ())
 
 
 def costs(batch: int) -> Totals:
     return Totals({PLOTS: Cost(batch / 2, batch)})
 
 
-def test_windows_are_differences_without_the_warm_up() -> None:
+def test_windows_are_differences_of_totals() -> None:
     """Seconds are means over ranks and samples are sums; other columns are left out."""
-    found = table(history(reports=3, every=10, ranks=2))
+    found = table(log_of(reports=2, every=10, ranks=2))
     assert found == {
-        "last": [19, 29],
+        "warm_up": 1,
+        "last": [9, 19],
         "batches": [10, 10],
         "timed_batches": [10.0, 10.0],
         "timed_seconds": [10.0, 10.0],
@@ -519,33 +529,35 @@ def test_windows_are_differences_without_the_warm_up() -> None:
 
 def test_memory_is_bounded_without_losing_totals() -> None:
     """100,000 reports become a few dozen windows of equal length that sum to the totals."""
-    found = table(history(reports=100_000))
+    found = table(log_of(reports=100_000))
     batches = found["batches"]
     assert 40 <= len(batches) <= 100
-    assert max(batches) <= 4 * min(batches[:-1])
-    assert sum(batches) == found["last"][-1]  # without the first batch
+    assert batches[0] == 1  # the warm-up
+    assert max(batches) <= 4 * min(batches[1:-1])
+    assert sum(batches) == found["last"][-1] + 1
     assert sum(found["timings"]["forward"]) == sum(batches)
 
 
 def test_the_end_of_a_stage_is_kept_if_it_has_new_batches() -> None:
     """A short last window counts; a report without new batches is left out."""
-    found = history(reports=100_000)
-    last = table(found)["last"][-1] + 1
-    assert not found.due(last, at_end=True)
-    assert not found.due(last + 1, at_end=False)
-    assert found.due(last + 1, at_end=True)
+    found = log_of(reports=100_000)
+    kept = table(found)["last"]
+    last = kept[-1] + 1
+    for batch, at_end in ((last, True), (last + 1, False)):
+        found.add(report(batch, at_end=at_end))
+        assert table(found)["last"] == kept
+    found.add(report(last + 1, at_end=True))
+    assert table(found)["last"][-1] == last
 
 
 def test_reports_with_other_columns_are_left_out() -> None:
     """A callback that subscribes later does not break the table of windows."""
-    found = History()
-    later = {name: COLUMNS[name] for name in NAMES[1:]}
-    found.add(Point(4, 5, table_totals(later, [[1.0] * 5]), costs(5)))
+    found = WindowLog(report(0), COLUMNS, MOST)
+    assert table(found) == {}
+    found.add(report(5, columns=Columns({name: COLUMNS[name] for name in NAMES[1:]})))
     for batch in (10, 20):
-        totals = table_totals(COLUMNS, [[float(batch)] * 5])
-        found.add(Point(batch - 1, batch, totals, costs(batch)))
-    assert table(found)["batches"] == [10]
-    assert table(History()) == {}
+        found.add(report(batch))
+    assert table(found)["batches"] == [10, 10]
 
 
 def test_no_logger_gets_an_empty_row(tmp_path: Path) -> None:
@@ -568,17 +580,33 @@ def test_costly_reports_are_named(share: float, recording: float, advised: bool)
     assert ("raise Trainer(log_every_n_steps)" in text) == advised
 
 
-def test_evaluations_of_one_trainer_share_their_pages(tmp_path: Path) -> None:
-    """Five predictions leave the page of the last; those after another fit have their own."""
-    (user := tmp_path / "records-version_0" / "timings" / "predict").mkdir(parents=True)
-    (user / "timings.html").write_text("the user's")
+def test_a_name_of_two_lines_is_one_in_markdown() -> None:
+    """MLflow shows the label that the terminal wraps as one phrase."""
+    window = {"first": 0, "last": 9, "batches": 10, "seconds": 1.0, "timings": {"forward": 0.5}}
+    text = description(
+        {"run": "r", "status": "finished", "stages": {"train": {"whole_run": window}}}
+    )
+    assert "| all time, with start and end | 50.0 ms per batch |" in text
+    assert "whole run, steps 0 to 9 |" in text
+
+
+def test_a_run_has_one_page_and_leaves_the_user_s_alone(tmp_path: Path) -> None:
+    """Predictions and another fit renew the page; one that the user wrote stays."""
+    (user := tmp_path / "records-version_0").mkdir(parents=True)
+    (user / "report.html").write_text("the user's")
     run = trainer(tmp_path, Timings(), logger=Records())
     model = Small()
     for fit in (1, 2):
         run.fit_loop.max_epochs = fit
         run.fit(model)
-        for _ in range(5):
+        for _ in range(3):
             run.predict(model)
-        pages = sorted(path.name for path in (user.parent).rglob("*.html"))
-        assert len(pages) == 1 + 2 * fit, pages
-    assert (user / "timings.html").read_text() == "the user's"
+        files = sorted(path.name for path in user.rglob("*") if not path.name.startswith("."))
+        assert files == ["report-2.html", "report.html", "summary.json"]
+        page = (user / "report-2.html").read_text()
+        assert "Where the time of a batch went, predict" in page
+        assert f"steps {16 * (fit - 1)} to {16 * fit - 1}" in page
+    assert (user / "report.html").read_text() == "the user's"
+    found = summary_of(tmp_path)
+    assert found["report"] == "records-version_0/report-2.html"
+    assert report_page(found) == page

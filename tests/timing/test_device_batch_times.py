@@ -234,7 +234,7 @@ def test_failed_events_fall_back_to_host_time(
             raise RuntimeError("CUDA error: planted")
         return device.event()
 
-    events = Events[Any]("by the host's clock", 100, broken, lambda: False)
+    events = Events("by the host's clock", 100, broken, lambda: False)
     monkeypatch.setattr("lightning_perf.run.context.DeviceTimer", lambda: DeviceTimer(events))
     with pytest.warns(PerfWarning, match="CUDA events failed .*planted.*host's clock") as caught:
         found = train(tmp_path, device, SpeedMonitor(window_size=4))

@@ -173,7 +173,7 @@ def test_nccl_is_matched_by_its_kernels_and_groups(tmp_path: Path) -> None:
 
     traces = [trace(0, "[0, 1]", 1.0), trace(1, "[0, 1]", 4.0), trace(2, "[2, 3]", 9.0)]
     (found,) = combine.collectives(traces)
-    assert (found.last, found.waited) == (1, {0: 3.0, 1: 0.0})
+    assert (found.last_rank, found.waited_us) == (1, {0: 3.0, 1: 0.0})
 
 
 def test_several_windows_need_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -220,7 +220,7 @@ def test_a_truncated_trace_is_summarized_up_to_its_end(
     ("content", "why"),
     [
         (b"", "is cut short, or not a trace"), (b"no trace", "is not a trace in Chrome's format"),
-        (b'{"a": 1}', "is not a trace of torch.profiler"), (b"\x1f\x8bxx", "is damaged"),
+        (b'{"a": 1}', "is not a trace of torch.profiler"), (b"\x1f\x8bxxxxxxxxxx", "is damaged"),
         (b'{"traceEvents": [', "is cut short"), (b'{"traceEvents": 3}', "not a trace of torch"),
         (b'[{"ph": "X", "cat": "cpu_op"}, 3, null]', "is not a trace of torch.profiler"),
         (b'{"traceEvents": [{"ph": "X", "cat": "FEE", "name": "f", "ts": 1, "dur": 2}],'

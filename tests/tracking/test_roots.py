@@ -95,7 +95,7 @@ def test_a_relative_folder_is_that_of_the_set_up(
     assert not list((tmp_path / "elsewhere").rglob("*"))
     assert {path.relative_to(tmp_path).as_posix() for path in left_in(tmp_path)} >= {
         "runs/records-version_0/torch_traces/rank0.2.pt.trace.json.gz",
-        "runs/records-version_0/timings/timings.html",
+        "runs/records-version_0/report.html",
         "other/records-version_0/viztracer/rank0.5.json.gz",
     }
     assert all(path.exists() for each in profilers for path in each.saved_in_run)
@@ -154,7 +154,7 @@ def test_files_go_to_a_remote_root(tmp_path: Path, in_tmp: Path, temporary: Path
     (run,) = {name.split("/")[0] for name in names} - {"lightning_logs"}
     assert run.startswith("lightning_logs-version_0-")
     for name in ("torch_traces/rank0.1.pt.trace.json.gz", "torch_traces/README.md",
-                 "timings/timings.html"):  # fmt: skip
+                 "report.html"):  # fmt: skip
         assert f"{run}/{name}" in names
     assert left_in(in_tmp) == left_in(tmp_path) == []
     assert list(temporary.iterdir()) == []
@@ -198,7 +198,7 @@ def test_files_that_a_remote_root_refuses_stay_local(
     assert exit_code("upload", str(root)) == 1  # not without a word of the user
     assert exit_code("upload", str(root), "--to", "memory://roots/c") == 0
     names = [name.split("/", 1)[1] for name in stored("roots/c")]
-    assert {"torch_traces/rank0.1.pt.trace.json.gz", "timings/timings.html"} <= set(names)
+    assert {"torch_traces/rank0.1.pt.trace.json.gz", "report.html"} <= set(names)
 
 
 def test_an_unusable_store_is_one_warning(in_tmp: Path) -> None:

@@ -30,6 +30,7 @@ from lightning_perf.background import Worker
 from lightning_perf.cli.runs import _show_run
 from lightning_perf.errors import describe
 from lightning_perf.terminal import new_console
+from lightning_perf.traces.uploads import PendingUpload, append_pending
 from lightning_perf.tracking import runs
 from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, clean_key
 from lightning_perf.tracking.runs import Run
@@ -261,8 +262,9 @@ def test_no_text_has_the_password_of_a_tracking_address(
     with pytest.raises(Exception) as caught:  # noqa: PT011  of MLflow, or of a driver
         run.client()
     texts.append(describe(caught.value))
-    for command in ("doctor", "report"):
-        texts += map(str, call(capsys, command))
+    # The address in the place of a run is a mistake of the user.
+    for command in (["doctor"], ["report"], ["report", address], ["trace", "--combine", address]):
+        texts += map(str, call(capsys, *command))
     summary = {"version": 1, "run": "r", "status": "finished", "stages": {}}
     _show_run(Run("r", summary, (), address), new_console())
     texts += capsys.readouterr()
@@ -300,7 +302,12 @@ class Strange(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         Strange.requests += 1
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.mode == "patience":
+        if self.mode == "memory":
+            self._answer(b"[", headers={"Content-Length": str(1 << 40)})
+            with suppress(OSError):  # until the client is gone
+                while True:
+                    self.wfile.write(b" " * (1 << 20))
+        elif self.mode == "patience":
             self._answer(b"slow down", 429, {"Retry-After": "100000"})
         elif "experiments/search" in self.path:
             found = {"experiment_id": str(self.requests), "lifecycle_stage": "active"}
@@ -350,12 +357,13 @@ class Strange(BaseHTTPRequestHandler):
         ("patience", 2, "has not answered in full within 4 s"),
         ("drops", 2, "has not answered in full within 4 s"),
         ("large", 2, "Failed to download artifacts"),
+        ("memory", 2, "failed with exception"),
     ],
 )
 def test_no_server_makes_a_report_endless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, code: int, said: str
 ) -> None:
-    """Pages, folders, bytes and waiting are limited, and the process ends."""
+    """Pages, folders, bytes, memory and waiting are limited, and the process ends."""
     monkeypatch.setattr(Strange, "mode", mode)
     monkeypatch.setattr(Strange, "requests", 0)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Strange)
@@ -365,6 +373,7 @@ def test_no_server_makes_a_report_endless(
 import sys
 from lightning_perf.cli import main
 from lightning_perf.tracking import runs
+runs._MOST_MEMORY = 1 << 29
 runs._SECONDS, runs._MOST_ENTRIES = 4.0 if sys.argv.pop() == "short" else 100.0, 100
 main()
 """
@@ -380,3 +389,28 @@ main()
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert Strange.requests < 250
+
+
+@pytest.mark.slow
+def test_no_server_makes_an_upload_wait_for_days(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's own waits count, not those that a server asks for."""
+    monkeypatch.setattr(Strange, "mode", "patience")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Strange)
+    server.daemon_threads, server.block_on_close = True, False
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    (tmp_path / "a.json").touch()
+    target = {"tracking_uri": address, "run_id": "a" * 32}
+    path = str(tmp_path / "a.json")
+    append_pending(tmp_path, PendingUpload(path, "a.json", "r", "away", target))
+    command = [sys.executable, "-m", "lightning_perf", "upload", "--tracking-uri", address]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
+    server.shutdown()
+    server.server_close()
+    assert done.returncode == 1
+    assert "0 uploaded, 1 left" in done.stdout

@@ -113,16 +113,19 @@ def cpu_saturated(signals: Signals) -> Iterable[Impact]:
     fewer = ["DataLoader workers"] * (workers > 0 and signals.share(signals.waits) < _HIDDEN)
     fewer += ["threads (torch.set_num_threads)"] * (setup.threads > 1)
     elsewhere = "run them elsewhere, or give this training CPUs of its own."
+    reduce = f"Use fewer {', or fewer '.join(fewer)}."
+    crowded = setup.threads > setup.cpus  # its threads wait for one another
     if foreign is not None and foreign > FOREIGN:
         advice = f"Other programs use {foreign:.0f}% of the CPUs: {elsewhere}"
-    elif use is not None and use >= FULL:
+        advice += f" {reduce}" * crowded
+    elif use is not None and use >= FULL and not crowded:
         advice = (
             f"This training itself uses the {counted(setup.cpus, 'CPU')}, so that neither workers "
             "nor threads help: give it more CPUs, or less work per batch, such as data that is "
             "decoded and resized ahead."
         )
     elif fewer:
-        advice = f"Use fewer {', or fewer '.join(fewer)}."
+        advice = reduce
     else:
         advice = f"Other programs use the CPUs: {elsewhere}"
     evidence = without_none(

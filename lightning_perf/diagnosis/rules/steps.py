@@ -33,6 +33,8 @@ _ALIKE = 0.2
 _FEWEST_COMPILATIONS, _FEWEST_STALLS = 3, 3
 #: Stalls of which a larger share are adjacent are a series of slow batches.
 _CONTIGUOUS = 0.8
+#: The share of the collections' time from which on what they interrupt is the culprit.
+_ALMOST_ALL = 0.8
 #: Minimum ratio of the step times of a slowdown, and minimum steps on both sides.
 _SLOWER, _SUSTAINED = 1.10, 50
 #: The minimum share of the model's own work, and the MFU below which it may be faster.
@@ -113,17 +115,21 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     seconds, calls = (kept * values for values in signals.total(rows))
     count = max(float(calls.sum()), 1.0)
     per_collection = float(seconds.sum() / count)
+    own = signals.steady(kept * signals.actions[most].seconds).sum()
+    share = float(own / (signals.steady(seconds).sum() or 1.0))
     advice = (
-        f"A collection takes {duration(per_collection)}, mostly during {called(most.name)}. Do not "
-        "call gc.collect() there; keep fewer Python objects alive, call gc.freeze() after set-up, "
-        "or raise gc.set_threshold()."
+        f"A collection takes {duration(per_collection)}; {share:.0%} of the time is during "
+        f"{called(most.name)}. Do not call gc.collect() there; keep fewer Python objects alive, "
+        "call gc.freeze() after set-up, or raise gc.set_threshold()."
     )
     events = count if count < 0.5 * signals.batches else None
     evidence: dict[str, float | str] = {
         "collections": count, "seconds_per_collection": per_collection, "mostly_in": most.name,
     }  # fmt: skip
+    named = share >= _ALMOST_ALL
+    culprit, phase = (most.name, most.category) if named else (None, None)
     yield Impact(
-        seconds, events, most.name, most.category, evidence=evidence, advice=advice,
+        seconds, events, culprit, phase, evidence=evidence, advice=advice,
         certain=1 - 1 / count,  # a single one may not come again
         within={name: kept * values for name, values in signals.within(rows).items()},
     )  # fmt: skip
