@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.cli import Failure, print_json
+from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.errors import describe, without_credentials
-from lightning_perf.files import check_own, walked
+from lightning_perf.files import walked
 from lightning_perf.terminal import new_console, say
 from lightning_perf.traces.names import remote_format, split_url
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, taken_pending
@@ -65,7 +65,9 @@ def trace(
             # The user's own link; not /dev/stdout, which may be one to a file of the shell.
             if target.is_symlink() and not target.is_relative_to("/dev"):
                 target = target.resolve()
-            check_own(target)  # before seconds of reading: a device is not replaced
+            from lightning_perf.traces.combine import BEGINNING
+
+            check_output(target, BEGINNING)  # before seconds of reading
             _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)
     else:
         raise Failure("name either a trace or --combine FOLDER")
