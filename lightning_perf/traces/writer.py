@@ -254,13 +254,15 @@ class TraceWriter:
         """Move the file to its name, compressed or as it is."""
         if not self._options.compress:
             return self._put(trace, partial(place, durable=self._options.durable))
+        failed = ""
         if compressed:
             try:
                 return self._put(trace, compress)
             except OSError as error:  # on a full disk a rename still works
-                message = f"{trace.path} was saved without compression ({describe(error)})."
+                failed = describe(error)
         trace = self._put(self._renamed(trace, raw=True), place, raw=True)
-        if compressed:
+        if failed:
+            message = f"{trace.path} was saved without compression ({failed})."
             self._run.digest.once("traces were saved without compression", message)
         return trace
 
