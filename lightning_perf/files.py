@@ -215,13 +215,11 @@ def place(source: Path, target: Path, *, durable: bool = True, replaces: bool = 
 
 
 def _rename(source: Path, target: Path, replaces: bool) -> None:
-    """Rename a file; only where it ``replaces`` is another process's of that moment lost."""
+    """Rename a file; raises `FileExistsError` for a taken name unless it ``replaces`` that file."""
     if not replaces:
         try:
             os.link(source, target)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links
+        except OSError:  # the name is taken, or the file system has no links
             if os.path.lexists(target):
                 raise FileExistsError(EEXIST, os.strerror(EEXIST), str(target)) from None
         else:
