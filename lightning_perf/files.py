@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from contextlib import contextmanager, suppress
-from errno import E2BIG, EFBIG, EINVAL, EISDIR, ENAMETOOLONG
+from errno import E2BIG, EEXIST, EFBIG, EINVAL, EISDIR, ENAMETOOLONG
 from math import isfinite
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -152,12 +152,15 @@ _CHUNK = 1 << 20
 
 
 @contextmanager
-def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+def written_whole(
+    target: Path, *, durable: bool = True, replaces: bool = True
+) -> Iterator[BinaryIO]:
     """Open a hidden file beside the target that is renamed to the target once it is on the disk.
 
     If the block raises, the target is unchanged. The target's folder is created if needed.
     ``durable`` waits for the disk, so that the file survives a crash of the machine. Raises
-    `NotRegularError` if the target is a device, a pipe, a folder or a link.
+    `NotRegularError` if the target is a device, a pipe, a folder or a link, and `FileExistsError`
+    if there is a file that it does not replace.
     """
     check_own(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +171,7 @@ def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
             yield file
             if durable:
                 _sync(file)
-        partial.replace(target)
+        _rename(partial, target, replaces)
     except BaseException:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -176,9 +179,12 @@ def written_whole(target: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def gzipped_whole(target: Path) -> Iterator[BinaryIO]:
+def gzipped_whole(target: Path, *, replaces: bool = True) -> Iterator[BinaryIO]:
     """As `written_whole`, compressed with gzip; equal content gives equal files."""
-    with written_whole(target) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed:
+    with (
+        written_whole(target, replaces=replaces) as file,
+        gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as packed,
+    ):
         yield cast("BinaryIO", packed)
 
 
@@ -191,20 +197,34 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
-def compress(source: Path, target: Path) -> None:
+def compress(source: Path, target: Path, *, replaces: bool = True) -> None:
     """Move a file and compress it; if that raises `OSError`, the source stays."""
-    with source.open("rb") as raw, gzipped_whole(target) as packed:
+    with source.open("rb") as raw, gzipped_whole(target, replaces=replaces) as packed:
         shutil.copyfileobj(raw, packed, _CHUNK)
     source.unlink()
 
 
-def place(source: Path, target: Path, *, durable: bool = True) -> None:
+def place(source: Path, target: Path, *, durable: bool = True, replaces: bool = True) -> None:
     """Rename a file once it is on the disk; if that raises `OSError`, the source stays."""
     check_own(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     if durable:
         with source.open("rb+") as raw:
             _sync(raw)
+    _rename(source, target, replaces)
+
+
+def _rename(source: Path, target: Path, replaces: bool) -> None:
+    """Rename a file; raises `FileExistsError` for a taken name unless it ``replaces`` that file."""
+    if not replaces:
+        try:
+            os.link(source, target)
+        except OSError:  # the name is taken, or the file system has no links
+            if os.path.lexists(target):
+                raise FileExistsError(EEXIST, os.strerror(EEXIST), str(target)) from None
+        else:
+            source.unlink()
+            return
     source.replace(target)
 
 

@@ -7,7 +7,10 @@ import os
 import re
 import sys
 import warnings
+import zlib
 from argparse import REMAINDER, ArgumentParser
+from contextlib import suppress
+from errno import EEXIST
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import Parameter, cleandoc, signature
@@ -15,10 +18,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.checks import install_command
 from lightning_perf.errors import PerfWarning, did_you_mean, redacted
+from lightning_perf.files import check_own, opened
 from lightning_perf.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 #: The module of each command, imported when one runs since its dependencies may be missing.
 _COMMANDS = {
@@ -36,6 +41,8 @@ _INSTALLS = {
 
 #: An argument in a docstring: its name, the name of its value, and its text.
 _ARGUMENT = re.compile(r"^    (\w+)(?: \((\S+)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
+#: Bytes at the beginning of a file that tell what it is.
+_HEAD = 1 << 10
 #: Second names of options.
 _SHORT = {"output": ("-o",)}
 _formatwarning = warnings.formatwarning
@@ -52,6 +59,20 @@ class Failure(Exception):
 def print_json(content: object) -> None:
     """Print what ``--json`` asks for."""
     say(json.dumps(content, indent=1))
+
+
+def check_output(path: Path, mark: bytes) -> None:
+    """Raise `OSError` if a command would replace something else than its own file.
+
+    The user may have named a recording. The command's files have ``mark`` near their beginning.
+    """
+    check_own(path)
+    with suppress(FileNotFoundError, zlib.error), opened(path) as file:
+        head = file.read(_HEAD)
+        if head.startswith(b"\x1f\x8b"):
+            head = zlib.decompressobj(31).decompress(head, _HEAD)
+        if head and mark not in head:
+            raise FileExistsError(EEXIST, "Another file is there: name a new one", str(path))
 
 
 def main(args: list[str] | None = None) -> None:

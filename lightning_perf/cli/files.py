@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.cli import Failure, print_json
+from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.errors import describe, without_credentials
-from lightning_perf.files import check_own, walked
+from lightning_perf.files import walked
 from lightning_perf.terminal import new_console, say
 from lightning_perf.traces.names import remote_format, split_url
 from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, taken_pending
@@ -65,7 +65,9 @@ def trace(
             # The user's own link; not /dev/stdout, which may be one to a file of the shell.
             if target.is_symlink() and not target.is_relative_to("/dev"):
                 target = target.resolve()
-            check_own(target)  # before seconds of reading: a device is not replaced
+            from lightning_perf.traces.combine import BEGINNING
+
+            check_output(target, BEGINNING)  # before seconds of reading
             _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)
     else:
         raise Failure("name either a trace or --combine FOLDER")
@@ -277,6 +279,8 @@ class _NamedPlaces:
     def __init__(self, tracking_uri: str | None, to: Sequence[str]) -> None:
         self._tracking_uri, self._to = tracking_uri, to
         self.at = cache(self._at)  # each is checked once
+        # Why servers did not answer; MLflow waits for minutes until it knows.
+        self._silent: dict[str, str] = {}
 
     def _at(self, items: frozenset[tuple[str, str]]) -> _Destination | str:
         """The destination at an address, or why nothing can be sent to it."""
@@ -310,11 +314,20 @@ class _NamedPlaces:
             places = [f"{key}://{value}" for key, value in sorted(address.items())]
             destination = _Destination(tracker.upload_later, places)
             return self.refuse(destination, "") or tracker.problem() or destination
-        if problem := tracker.problem():
+        return self._in_mlflow(tracker, own_server)
+
+    def _in_mlflow(self, run: MlflowRun, own_server: bool) -> _Destination | str:
+        """As `_at`, of a run, whose server is asked where the files are."""
+        if problem := run.problem() or self._silent.get(run.tracking_uri):
             return problem
-        place = tracker.files_place(own_server)
+        try:
+            place = run.files_place(own_server)
+        except Exception as error:
+            if _is_unanswered(error):
+                self._silent[run.tracking_uri] = describe(error)
+            raise
         known = [] if own_server else [f"file://{Path.cwd()}"]
-        return _Destination(tracker.upload_later, [place], known)
+        return _Destination(run.upload_later, [place], known)
 
     def refuse(self, destination: _Destination, remote: str) -> str:
         """Why a file may not be sent; empty if it may."""
@@ -345,6 +358,13 @@ def _base(url: str) -> str:
     """The URL of a store without a path."""
     protocol, host, _ = split_url(url)
     return f"{protocol}://{host}" if protocol else url
+
+
+def _is_unanswered(error: BaseException | None) -> bool:
+    """Whether a server did not answer; not if it answered each time that it has no time."""
+    if isinstance(error, OSError) and type(error).__name__ != "RetryError":
+        return True
+    return error is not None and _is_unanswered(error.__context__)
 
 
 def _is_same(one: str, other: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.cli import Failure, print_json
+from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.errors import without_credentials
 from lightning_perf.files import write_text
 from lightning_perf.terminal import new_console, say
@@ -63,6 +63,7 @@ def report(
     if html is not None:
         from lightning_perf.tracking.page import report_page
 
+        check_output(Path(html), b"<title>lightning_perf: ")
         write_text(
             Path(html), report_page({**found.summary, "report": "", "traces": [], "pages": []})
         )

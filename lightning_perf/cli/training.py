@@ -21,6 +21,7 @@ from lightning_perf.tracking.summary import FILE_NAME, RUNNING, panel, progress,
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from psutil import Process
     from rich.console import Console, RenderableType
 
     from lightning_perf.tracking.summary import Summary
@@ -114,24 +115,32 @@ def own_process(pid: int) -> int:
     if not Path("/proc/self/fd").exists():
         raise LookupError("processes can be inspected on Linux only")
     try:
-        own = psutil.Process(pid).uids().real == os.getuid()
-    except psutil.AccessDenied:
-        own = False
+        process = psutil.Process(pid)
     except (psutil.Error, OverflowError, ValueError):
         raise LookupError(f"there is no process {pid} on this machine") from None
-    if not own:
+    if not _is_own(process):
         raise LookupError(f"process {pid} belongs to another user")
     return pid
 
 
+def _is_own(process: Process) -> bool:
+    """Whether a process is of this user, and lives."""
+    import psutil
+
+    with suppress(psutil.Error):  # it has ended, or may not be inspected
+        return bool(process.uids().real == os.getuid())
+    return False
+
+
 def descendants(pid: int) -> list[int]:
-    """The ids of the processes that a process has started, and those that they have."""
+    """The ids of this user's processes that a process has started, and those that they have."""
     import psutil
 
     try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        below = psutil.Process(pid).children(recursive=True)
     except psutil.Error:
         return []
+    return [child.pid for child in below if _is_own(child)]
 
 
 def watch(run: str | None = None, *, tracking_uri: str | None = None, json: bool = False) -> int:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Traces of ranks, as all profilers name them by default.
 TRACE_NAME = re.compile(r"rank(\d{1,7})\.(.+\.json)(?:\.gz)?")
+#: The first line of a merged file, by which its name is known to be free.
+BEGINNING = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 #: Keys of a trace's head that are equal on all ranks of a window.
 _SHARED = ("run_name", "stage", "batch", "world_size")
 #: Collectives that no rank leaves before the last rank has entered: names in gloo, NCCL's
@@ -296,7 +298,7 @@ def write(
     """
     count = 0
     with (gzipped_whole if target.suffix == ".gz" else written_whole)(target) as file:
-        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        file.write(BEGINNING)
         for trace in traces:
             with _damage_named(trace.path):
                 for event in _renamed(trace):

@@ -253,22 +253,33 @@ class TraceWriter:
     def _move(self, trace: Trace, compressed: bool) -> Trace:
         """Move the file to its name, compressed or as it is."""
         if not self._options.compress:
-            place(trace.spooled, trace.path, durable=self._options.durable)
-            return trace
-        if not compressed:
-            return self._place_raw(trace)
-        try:
-            compress(trace.spooled, trace.path)
-        except OSError as error:
-            trace = self._place_raw(trace)  # on a full disk a rename still works
-            message = f"{trace.path} was saved without compression ({describe(error)})."
+            return self._put(trace, partial(place, durable=self._options.durable))
+        failed = ""
+        if compressed:
+            try:
+                return self._put(trace, compress)
+            except OSError as error:  # on a full disk a rename still works
+                failed = describe(error)
+        trace = self._put(self._renamed(trace, raw=True), place, raw=True)
+        if failed:
+            message = f"{trace.path} was saved without compression ({failed})."
             self._run.digest.once("traces were saved without compression", message)
         return trace
 
-    def _place_raw(self, trace: Trace) -> Trace:
-        """Move the file to its name without ``.gz``."""
-        path, remote = self._names.reserve(trace.timestamp, trace.stage, raw=True)
-        place(trace.spooled, path)
+    def _put(self, trace: Trace, move: Callable[..., None], raw: bool = False) -> Trace:
+        """Move the file to its name, or to the next one if another process was first."""
+        while True:
+            try:
+                move(trace.spooled, trace.path, replaces=self._options.overwrite)
+                return trace
+            except FileExistsError:
+                if not os.path.lexists(trace.path):
+                    raise  # a file is in the place of a folder
+            trace = self._renamed(trace, raw)
+
+    def _renamed(self, trace: Trace, raw: bool) -> Trace:
+        """The trace with its next name; that of a ``raw`` file has no ``.gz``."""
+        path, remote = self._names.reserve(trace.timestamp, trace.stage, raw)
         return replace(trace, path=path, sends=self._sends(path, remote))
 
     def _remember(self, trace: Trace) -> None:

@@ -239,6 +239,19 @@ def test_processes_of_other_users_are_refused(
     assert f"process {pid} belongs to another user" in capsys.readouterr().err
 
 
+def test_children_of_other_users_are_left_alone() -> None:
+    """As root, --children signals and searches this user's processes only."""
+    own = subprocess.Popen(["sleep", "60"])
+    try:
+        with process_of_another_user() as pid:
+            below = training.descendants(os.getpid())
+            assert own.pid in below
+            assert pid not in below
+    finally:
+        own.kill()
+        own.wait()
+
+
 def test_the_children_of_a_launcher_are_searched(tmp_path: Path) -> None:
     """As under torchrun, whose workers train, the folder that a child holds open is found."""
     holds = "import os, sys, time; os.open(sys.argv[1], 0); print(flush=True); time.sleep(60)"

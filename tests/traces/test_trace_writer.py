@@ -180,6 +180,26 @@ def test_a_taken_name_gets_a_number(make_writer, worker, tmp_path):
     assert (tmp_path / "run/traces/last.pt.json").read_bytes() == b"an earlier run's"
 
 
+@pytest.mark.parametrize("compressed", [True, False])
+@pytest.mark.parametrize("links", [True, False])
+def test_another_process_that_takes_the_name_first_keeps_its_trace(
+    make_writer, worker, tmp_path, monkeypatch, compressed, links
+):
+    """Two trainings of one name and version lose no trace, also without links between files."""
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: os.open(tmp_path, os.O_WRONLY))
+    server, name = Server(), "rank0.5.json.gz" if compressed else "rank0.5.json"
+    writer = make_writer(
+        compress=compressed, remote_file_name="r/{rank}.json", targets=[Target(server)]
+    )
+    other = tmp_path / "run/traces" / name
+    record(writer, prepare=lambda: other.write_bytes(b"the other's"))
+    assert worker.drain(PATIENCE)
+    assert files(tmp_path) == sorted(f"run/traces/{each}" for each in (name, f"rank0-2{name[5:]}"))
+    assert other.read_bytes() == b"the other's"
+    assert [path.partition(".")[0] for path in server.files] == ["r/0-2"]
+
+
 def test_a_name_with_a_number_is_given_once(tmp_path):
     """A trace that is named as another one with its number gets a number itself, and vice versa."""
     take = TakenNames().take  # nothing is on the disk: all are still on their way

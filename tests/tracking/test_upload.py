@@ -480,3 +480,33 @@ def test_a_list_that_cannot_be_read_stops_no_other(
     assert shown.err.count("Not a regular file") == 3
     assert artifacts(mlflow_database, run_id, "strange") == ["strange/d.json"]
     assert {path.name for path in (tmp_path / "b").iterdir()} == {"pending_uploads.jsonl"}
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files of all its runs fail with the first one; MLflow waits for minutes each time."""
+    asked, ended = list[str](), Event()
+
+    class Hangs(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            ended.wait(PATIENCE)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hangs)
+    server.daemon_threads, server.block_on_close = True, False
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    for name, run in (("1", "a"), ("2", "a"), ("3", "b")):
+        append_pending(tmp_path, listed(tmp_path, f"{name}.json", address, run * 32))
+    assert exit_code("upload", str(tmp_path)) == 1
+    ended.set()
+    server.shutdown()
+    server.server_close()
+    assert len(asked) == 1
+    assert "0 uploaded, 3 left" in capsys.readouterr().out
+    assert len(read_pending(tmp_path)) == 3
