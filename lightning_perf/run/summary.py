@@ -377,7 +377,10 @@ def _overhead(
     culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[Member]
 ) -> dict[str, float]:
     """The time of our own callbacks, and the share of recorders, from a table of all costs."""
-    kinds = {type(each).__name__: hasattr(each, "saved_traces") for each in callbacks}
+    kinds = {
+        type(each).__name__: any(hasattr(part, "saved_traces") for part in each.parts)
+        for each in callbacks
+    }
     rows = [(row, row["name"].partition(".")[0]) for row in culprits]
     ours = [(row, kinds[kind]) for row, kind in rows if kind in kinds]
     figures = {key: sum(row[key] for row, _ in ours) for key in ("seconds", "share")}
