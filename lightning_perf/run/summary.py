@@ -376,7 +376,7 @@ def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
 def _overhead(
     culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[Member]
 ) -> dict[str, float]:
-    """The time of our own callbacks, and the share of recorders, from a table of all costs."""
+    """The time of our own callbacks, and the share of those that record, from all costs."""
     kinds = {
         type(each).__name__: any(hasattr(part, "saved_traces") for part in each.parts)
         for each in callbacks
