@@ -57,7 +57,7 @@ class _Part(NamedTuple):
         return self.literal + (self.value(values) if self.variable else "")
 
     def value(self, values: Mapping[str, Value]) -> str:
-        return _safe(format(values[self.variable], self.spec))
+        return safe(format(values[self.variable], self.spec))
 
     def pattern(self, fixed: Mapping[str, Value]) -> str:
         """The regular expression of the variable, with a group for a time."""
@@ -92,7 +92,7 @@ class NameFormat:
         self._check_values()
 
     def render(self, values: Mapping[str, Value]) -> str:
-        """The name for these values; see `_safe`."""
+        """The name for these values; see `safe`."""
         return PurePosixPath("".join(part.render(values) for part in self._parts)).as_posix()
 
     def read(self, name: str, fixed: Mapping[str, Value]) -> dict[str, float] | None:
@@ -237,7 +237,7 @@ def time_values(timestamp: Timestamp) -> dict[str, Value]:
     return {name: getattr(timestamp, name) for name in TIME_VARIABLES}
 
 
-def _safe(value: str) -> str:
+def safe(value: str, longest: int = _LONGEST) -> str:
     """A value as a part of a name, on the disk and in MLflow: the one place that changes values.
 
     What is not allowed becomes ``_``. A long value is cut, and ends with a hash of the whole value.
@@ -245,9 +245,9 @@ def _safe(value: str) -> str:
     text = _UNSAFE.sub("_", value)
     text = re.sub(r"^(?:\.{2,}|\.$)", "_", text) or "_"
     text = re.sub(r"^([a-z]|file):", r"\1_", text, flags=re.IGNORECASE)
-    if len(encoded := text.encode()) > _LONGEST:
+    if len(encoded := text.encode()) > longest:
         digest = sha256(value.encode(errors="replace")).hexdigest()[:8]
-        text = f"{encoded[: _LONGEST - 9].decode(errors='ignore')}-{digest}"
+        text = f"{encoded[: longest - 9].decode(errors='ignore')}-{digest}"
     return text
 
 

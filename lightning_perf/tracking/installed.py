@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from typing_extensions import override
 
 from lightning_perf.errors import describe, warn
+from lightning_perf.traces.names import safe
 from lightning_perf.traces.uploads import NotHere
 from lightning_perf.tracking.mlflow import MlflowRun
 from lightning_perf.tracking.tracker import Tracker
@@ -55,7 +56,8 @@ def installed() -> tuple[type[Tracker], ...]:
     return tuple(kinds)
 
 
-_REFUSED = re.compile(r"[^A-Za-z0-9_.-]+")
+#: What the name of a W&B artifact may not have, and the characters that it may have.
+_REFUSED, _LONGEST = re.compile(r"[^A-Za-z0-9_.-]+"), 128
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,8 @@ class WandbRun(Tracker):
     @override
     def upload(self, path: Path, remote: str) -> None:
         run, wandb = self._run, import_module("wandb")
-        artifact = wandb.Artifact(
-            f"{self.run_id}-{_REFUSED.sub('-', remote)}", type="lightning_perf"
-        )
+        name = safe(f"{self.run_id}-{_REFUSED.sub('-', remote)}", _LONGEST)
+        artifact = wandb.Artifact(name, type="lightning_perf")
         artifact.add_file(str(path), name=remote.rpartition("/")[2])
         run.log_artifact(artifact)
 

@@ -47,7 +47,9 @@ def test_the_captured_steps_are_in_the_report(tmp_path: Path, hosted: bool) -> N
     assert "Captured steps" in page
     assert section["operators"][0]["name"] in page
     (summary,) = tmp_path.rglob("summary.json")
-    assert json.loads(summary.read_text())["traces"] == [name]
+    content = json.loads(summary.read_text())
+    assert content["traces"] == [name]
+    assert 0 < content["overhead"]["recording"] <= content["overhead"]["share"]
 
 
 class ScriptedVerdicts:

@@ -115,7 +115,9 @@ from lightning_perf.run import destination
 from lightning_perf.tracking.installed import WandbRun
 
 def train(folder, logger):
-    callbacks = SpeedMonitor(window_size=4), PyTorch("first 2ba")
+    long = "{run_name}/" + 150 * "n" + "/rank{rank}.{batch}.json"
+    other = PyTorch("at 3ba for 2ba", folder="other", remote_file_name=long)
+    callbacks = SpeedMonitor(window_size=4), PyTorch("first 2ba"), other
     trainer(folder, *callbacks, logger=logger).fit(Small())
 
 if __name__ == "__main__":
@@ -134,6 +136,7 @@ if __name__ == "__main__":
 def test_files_become_artifacts_of_the_w_and_b_run(tmp_path: Path) -> None:
     """Metrics and traces are in the records of the offline run; `upload` resumes it for ranks > 0.
 
+    A long name is cut.
     It runs in separate processes, because W&B patches ``sys.exit`` and the standard streams.
     """
     names = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
@@ -154,6 +157,7 @@ def test_files_become_artifacts_of_the_w_and_b_run(tmp_path: Path) -> None:
     project, run_id = trained.stdout.split()[-1].split("/")[1:]
     assert project == "perf"
     assert f"{run_id}-perf-{run_id}-{TRACE}".replace("/", "-").encode() in written
+    assert f"{run_id}-perf-{run_id}-nnn".encode() in written  # W&B takes 128 characters
     assert not (tmp_path / "rank0" / "pending_uploads.jsonl").exists()
     assert "belongs to rank 0's process" in trained.stderr
     listed = read_pending(tmp_path / "rank1")

@@ -140,13 +140,15 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
             f"{shards if loader.iterable and workers > 1 else ''}"
         ), (step - faster) / wait
     why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
+    more = "would not help"
     less = "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
     if setup.batches_per_epoch == 1:
         less = "an epoch has one batch, and workers load ahead within an epoch. Use longer epochs"
     elif floor >= (1 - worthwhile) * step and foreign > FOREIGN:
+        more = "help for certain only if loading waits, as for a network"
         less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
     none = f" {_no_workers(signals)}." if loader.num_workers else ""
-    return f"{measured} ({why}). More workers would not help: {less}.{none}", None
+    return f"{measured} ({why}). More workers {more}: {less}.{none}", None
 
 
 def _no_workers(signals: Signals) -> str:

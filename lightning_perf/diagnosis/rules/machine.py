@@ -117,7 +117,8 @@ def cpu_saturated(signals: Signals) -> Iterable[Impact]:
     crowded = setup.threads > setup.cpus  # its threads wait for one another
     if foreign is not None and foreign > FOREIGN:
         advice = f"Other programs use {foreign:.0f}% of the CPUs: {elsewhere}"
-        advice += f" {reduce}" * crowded
+        # More of them than CPUs that are left wait for one another.
+        advice += f" {reduce}" * (setup.threads > max(1, setup.cpus * (1 - foreign / 100)))
     elif use is not None and use >= FULL and not crowded:
         advice = (
             f"This training itself uses the {counted(setup.cpus, 'CPU')}, so that neither workers "
