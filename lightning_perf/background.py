@@ -161,6 +161,9 @@ class Worker:
         return True
 
     def _loop(self) -> None:
+        # A Python profiler of the user has no use for this thread, and VizTracer (1.1.1) would
+        # crash, because psutil, which the sampler imports here, calls C functions without a self.
+        sys.setprofile(None)
         while (entry := self._take()) is not None:
             self._perform(*entry, BaseException)
             del entry  # an idle worker must not keep the objects of its last job alive

@@ -57,6 +57,18 @@ def test_jobs_run_in_order_on_one_daemon_thread(worker):
     assert thread.name == "test worker"
 
 
+def test_a_python_profiler_of_the_user_is_not_on_the_thread(worker):
+    """threading.setprofile is for the user's threads."""
+    seen = []
+    threading.setprofile(lambda *event: None)
+    try:
+        worker.submit(lambda: seen.append(sys.getprofile()), "job")
+        assert worker.drain(PATIENCE)
+    finally:
+        threading.setprofile(None)
+    assert seen == [None]
+
+
 def test_no_thread_before_the_first_job():
     """A worker without jobs starts no thread."""
     before = threading.active_count()

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from lightning_perf.checks import flag
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, RecorderBusy
 from lightning_perf.profilers import tools
 from lightning_perf.profilers.base import Names, Profiler
 from lightning_perf.profilers.recording import Recorded, Recording
@@ -235,11 +235,11 @@ class PyTorch(Profiler):
         profiler.step_num = first
         for key, value in self._metadata(context, warmup).items():
             profiler.preset_metadata_json(key, json.dumps(value))
-        with tools.no_collection():
+        with tools.torch_profilers.starting():
             profiler.start()
 
         def tick() -> None:
-            with tools.no_collection():  # the step after the warm-up starts the recording
+            with tools.torch_profilers.starting():  # the step after the warm-up records
                 profiler.step()
 
         yield tick
@@ -253,6 +253,23 @@ class PyTorch(Profiler):
         }
         wanted = {name: further[name] for name in self.further_files}
         return Recorded(partial(_export, profiler, path), wanted)
+
+    @override
+    def prepare(self, context: Run) -> None:
+        super().prepare(context)
+        tools.torch_profilers.watch(self)
+
+    @override
+    def close(self, context: Run, reason: str) -> None:
+        super().close(context, reason)
+        tools.torch_profilers.forget(self)
+
+    def make_way(self) -> None:
+        """Close the open recording, because another torch profiler begins to warm up or record."""
+        if self._context is not None and self._session is not None and self._session.recording:
+            self.call(self._stop, self._context)
+            busy = RecorderBusy(type(self).__name__, "another torch.profiler", tools.REMOVE_ONE)
+            self.call(self._skip, busy)
 
     @override
     def on_end(self, context: Run) -> None:

@@ -6,13 +6,15 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, Signature, signature
 from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -113,8 +115,65 @@ def refuse_torch_profiler(profiler: object, context: Run) -> None:
     name = compat.profiler_name(context.trainer)
     if name == "PyTorchProfiler":
         raise RecorderBusy(type(profiler).__name__, f"Trainer(profiler={name}())", REMOVE_ONE)
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if torch_profilers.busy:
         raise RecorderBusy(type(profiler).__name__, "another torch.profiler", REMOVE_ONE)
+
+
+class TorchProfilers:
+    """Notices torch profilers of others during a run.
+
+    A process has one: torch crashes if a second one starts while the first one warms up.
+    """
+
+    def __init__(self) -> None:
+        #: The profilers of ours that give way.
+        self._ours: WeakSet[Any] = WeakSet()
+        self._undo: Callable[[], None] | None = None
+        #: Whether a profiler of ours starts now.
+        self._starting = False
+        #: The last profiler of others, and its results before it.
+        self._other: tuple[Callable[[], Any], object] = (lambda: None), None
+
+    def watch(self, profiler: object) -> None:
+        """Until `forget`, call its ``make_way`` before another one begins to warm up or record."""
+        self._ours.add(profiler)
+        if self._undo is None:
+            self._undo = compat.before_torch_profilers(self._make_way)
+
+    def forget(self, profiler: object) -> None:
+        """End what `watch` began."""
+        self._ours.discard(profiler)
+        if self._undo is not None and not self._ours:
+            self._undo()
+            self._undo = None
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """A profiler of ours may start."""
+        self._starting = True
+        try:
+            with no_collection():
+                yield
+        finally:
+            self._starting = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether another profiler warms up or records."""
+        find, results = self._other
+        warms_up = (other := find()) is not None and (
+            getattr(other, "kineto_results", None) is results
+        )
+        return warms_up or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+    def _make_way(self, profiler: Any) -> None:
+        if not self._starting:
+            for each in list(self._ours):
+                each.make_way()
+            self._other = weakref.ref(profiler), getattr(profiler, "kineto_results", None)
+
+
+torch_profilers = TorchProfilers()
 
 
 def refuse_python_profiler(profiler: object) -> None:

@@ -423,3 +423,21 @@ def _first_loader(loop: Any) -> Any:
 
 def _positive(value: float | None) -> int | None:
     return int(value) if value is not None and 0 < value < float("inf") else None
+
+
+def before_torch_profilers(call: Callable[[Any], object]) -> Callable[[], None]:
+    """Call a function before any torch profiler begins to warm up or record; returns the undo."""
+    owner: Any = torch.autograd.profiler.profile
+    if (original := getattr(owner, "_prepare_trace", None)) is None:
+        return lambda: None
+
+    def prepare(profiler: Any, *args: Any, **kwargs: Any) -> Any:
+        call(profiler)
+        return original(profiler, *args, **kwargs)
+
+    def undo() -> None:
+        if owner._prepare_trace is prepare:
+            owner._prepare_trace = original
+
+    owner._prepare_trace = prepare
+    return undo

@@ -12,15 +12,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import yaml
 from helpers.pages import loaded_from_elsewhere
 from helpers.small import Records, Small, left_in, ours, trainer
 from lightning.pytorch.loggers import MLFlowLogger
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
+from typing_extensions import override
 
-from lightning_perf import ConfigError, Fixed, PerfWarning, PyTorch
+from lightning_perf import At, ConfigError, Fixed, PerfWarning, PyTorch
 from lightning_perf.background import Worker
 from lightning_perf.profilers.pytorch import torch_options
 
@@ -34,9 +36,11 @@ MEMORY: dict[str, Any] = {
 }
 
 
-def fit(root: Path, profiler: PyTorch, **options: Any) -> dict[str, Path]:
+def fit(
+    root: Path, *callbacks: L.Callback, model: Small | None = None, **options: Any
+) -> dict[str, Path]:
     """The files of a run, by name."""
-    trainer(root, profiler, **{"logger": Records(), **options}).fit(Small())
+    trainer(root, *callbacks, **{"logger": Records(), **options}).fit(model or Small())
     folder = root / "records-version_0" / "torch_traces"
     return {path.name: path for path in left_in(folder)}
 
@@ -321,6 +325,61 @@ def test_a_torch_profiler_of_the_user_continues(tmp_path: Path) -> None:
     assert len(ours(caught)) == 1
     own.export_chrome_trace(str(tmp_path / "own.json"))
     assert "aten::mse_loss" in (tmp_path / "own.json").read_text()
+
+
+class Profiling(Small):
+    """Starts a torch profiler of its own in two steps: in a warm-up of ours, and in a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step not in (4, 9):
+            return super().training_step(batch, batch_idx)
+        with profile(activities=[ProfilerActivity.CPU]) as own:
+            loss = super().training_step(batch, batch_idx)
+        self.seen.append("aten::mse_loss" in {event.key for event in own.key_averages()})
+        return loss
+
+
+def test_a_torch_profiler_of_the_user_may_start_in_a_window(tmp_path: Path) -> None:
+    """Ours ends its recording before, with one warning, because torch would crash."""
+    prepare, model = torch.autograd.profiler.profile._prepare_trace, Profiling()
+    with pytest.warns(PerfWarning, match="while another torch.profiler") as caught:
+        found = fit(tmp_path, PyTorch(schedule="every 4ba for 3ba" & ~At("0ba")), model=model)
+    assert model.seen == [True, True]
+    assert len(ours(caught)) == 1
+    assert found
+    assert torch.autograd.profiler.profile._prepare_trace is prepare
+
+
+class Waiting(L.Callback):
+    """Steps a torch profiler of its own, which warms up while a window of ours would open."""
+
+    @override
+    def on_train_start(self, *args: Any) -> None:
+        phases = schedule(wait=1, warmup=4, active=2, repeat=1)
+        self.own = profile(activities=[ProfilerActivity.CPU], schedule=phases)
+        self.own.start()
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.own.step()
+
+    @override
+    def on_train_end(self, *args: Any) -> None:
+        self.own.stop()
+
+
+def test_no_window_opens_while_a_torch_profiler_of_the_user_warms_up(tmp_path: Path) -> None:
+    """Torch would crash in that profiler's next step."""
+    other = Waiting()
+    with pytest.warns(PerfWarning, match="while another torch.profiler"):
+        found = fit(tmp_path, other, PyTorch(schedule="every 3ba"))
+    assert "aten::mse_loss" in {event.key for event in other.own.key_averages()}
+    assert found
 
 
 # -- how to open --------------------------------------------------------------------------------

@@ -117,6 +117,24 @@ def test_a_profiler_of_the_user_continues(tmp_path: Path) -> None:
     assert found == {}
 
 
+def test_a_viztracer_of_the_user_is_saved(tmp_path: Path) -> None:
+    """It would crash on what psutil calls when the sampler's thread imports it."""
+    code = """
+import sys
+from viztracer import VizTracer
+from lightning_perf.system import Sampler
+with VizTracer(output_file=sys.argv[1], verbose=0):
+    sampler = Sampler()
+    sampler.subscribe("test", 60.0)
+    assert sampler.refresh(60.0)
+    sampler.unsubscribe("test")
+assert "psutil" in sys.modules
+"""
+    path = tmp_path / "own.json"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert "Sampler.subscribe" in path.read_text()
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, context: str) -> None:
     """patch=True records workers that were started before the window, only while it is open."""
