@@ -261,24 +261,18 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
 def utilization(window: Window) -> dict[str, float]:
     """The metrics of ``Flops`` from the columns ``flops/...``; what is unknown is left out.
 
-    FLOPs per batch and the peak are means of the timed batches, as are the rates; if there are none
-    on some rank, of all batches.
+    FLOPs per batch and the peak are means of all batches with known FLOPs: the timed ones are no
+    random choice, because the first of each shape is not among them.
     """
-    timed = window.least("flops/batches") > 0
-    sums, batches, ideal = (
-        ("flops/model", "flops/batches", "flops/ideal_seconds")
-        if timed
-        else ("flops/known", "flops/known_batches", "flops/known_ideal_seconds")
-    )
-    flops = window.rate(sums, batches)
+    flops = window.rate("flops/known", "flops/known_batches")
     found = {
         "batch_flops": flops,
         "tracked_operations": window.total("flops/tracked_operations"),
         "untracked_operations": window.total("flops/untracked_operations"),
     }
-    if window.least(ideal) > 0:
+    if window.least("flops/known_ideal_seconds") > 0:
         # Rounded, because a sum of equal quotients is not exact.
-        peak = float(f"{window.rate(sums, ideal):.12g}")
+        peak = float(f"{window.rate('flops/known', 'flops/known_ideal_seconds'):.12g}")
         found |= {"total_flops": peak, "max_batches_per_sec": peak / flops}
     if window.least("flops/seconds") > 0:
         rates = {

@@ -420,6 +420,11 @@ class FlopCache:
         self.counts[signature] = mean(_cycles(samples[left_out:]))
         return self.counts[signature]
 
+    def steady(self, signature: Signature) -> bool:
+        """Whether a signature's batches after the first one cost the same; not if this is full."""
+        samples = [] if self.full else self._samples.get(signature, [])
+        return bool(samples) and all(one.model == samples[-1].model for one in samples[1:])
+
     @property
     def full(self) -> bool:
         """Whether no new signature is counted any more. Some verify the predictions."""

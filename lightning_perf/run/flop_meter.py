@@ -156,10 +156,14 @@ class FlopMeter:
         if loader is not None and loader != self._loader:
             self._loader, self._cache = loader, None
         batch = arguments[0] if arguments else None
+        first = self._cache is None and arguments[1:2] == (0,)
         try:
             if self._cache is None:
                 self._cache = self._find_cache()
             self._signature = signature(batch)
+            # The first batch of an epoch or a validation often does more, such as logging images.
+            if first and self._cache.steady(self._signature):
+                self._signature += ("first",)
             self.work = self._cache.cost(self._signature)
             if self.work is None:
                 self._find_cost(self._cache, batch, arguments[1:])

@@ -100,7 +100,8 @@ def test_utilization_by_hand() -> None:
         "flops/tracked_operations": [5, 5],
         "flops/untracked_operations": [0, 1], "flops/seconds": [2.0, 1.0],
         "flops/batches": [4.0, 2.0], "flops/model": [12e9, 2e9], "flops/ideal_seconds": [1.0, 0.25],
-        "flops/hardware_ideal_seconds": [1.5, 0.25],
+        "flops/hardware_ideal_seconds": [1.5, 0.25], "flops/known_batches": [8.0, 2.0],
+        "flops/known": [24e9, 2e9], "flops/known_ideal_seconds": [2.0, 0.25],
     }  # fmt: skip
     assert utilization(window_of(columns)) == {
         "batch_flops": 4e9,

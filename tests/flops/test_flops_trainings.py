@@ -26,12 +26,24 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.data import ConcatDataset, DataLoader
 
-from lightning_perf import Flops
+from lightning_perf import Flops, WindowCallback
+from lightning_perf.core.window import Window, utilization
 from lightning_perf.flops.counter import FlopCounter
 from lightning_perf.run.callback import PerfCallback
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)  # of one sample, without a gradient
+
+
+class Known(WindowCallback):
+    """Keeps the FLOPs of a batch of the whole run."""
+
+    columns = ("flops/*",)
+    mean = 0.0
+
+    def on_window(self, window: Window) -> None:
+        self.mean = utilization(window.whole_run)["batch_flops"]
 
 
 def counted(folder: Path, model: Small, **options: Any) -> dict[str, float]:
@@ -141,7 +153,7 @@ def test_layers_that_only_some_batches_use_count_with_their_share(
 def test_few_batches_of_one_cost_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two, and ten more after sixteen others, which a short run leaves out."""
+    """The first two, one that begins an epoch, and ten more after sixteen others."""
     started: list[int] = []
     monkeypatch.setattr(
         "lightning_perf.run.flop_meter.FlopCounter",
@@ -149,7 +161,7 @@ def test_few_batches_of_one_cost_are_counted(
     )
     run = trainer(tmp_path, Flops(peak_flops=1e9), max_epochs=3)
     run.fit(Small())
-    assert started == [0, 1, *range(18, 28)]
+    assert started == [0, 1, 16, *range(19, 29)]
 
 
 class Orthogonal(torch.optim.SGD):
@@ -306,22 +318,39 @@ def test_extra_work_of_the_last_batch_of_ten_has_its_share(tmp_path: Path) -> No
     assert found["batch_flops"] == pytest.approx(4 * FLOPS_PER_SAMPLE + 2 * 4 * FORWARD, abs=1)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("compiled", "batches"), [(False, 10), (True, 10), (False, 64)])
 def test_extra_work_of_the_first_batch_of_each_validation(
-    tmp_path: Path, records: Records, compiled: bool
+    tmp_path: Path, records: Records, compiled: bool, batches: int
 ) -> None:
-    """It is not charged to the other batches, from the first validation on."""
+    """Each validation has it once, however many batches it has."""
 
     class Images(Extra):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             for _ in range(31 if batch_idx == 0 else 1):
                 self.net(batch[0])
 
+        def val_dataloader(self) -> Any:
+            return DataLoader(ConcatDataset([self.train_dataloader().dataset] * 4), batch_size=4)
+
     model = Images(lambda *_: False, compiled)
-    options: dict[str, Any] = {"limit_val_batches": 10, "val_check_interval": 4}
+    options: dict[str, Any] = {"limit_val_batches": batches, "val_check_interval": 4}
     trainer(tmp_path, Flops(peak_flops=1e9), logger=records, max_epochs=3, **options).fit(model)
     found = [value for _, value in records.of("validate/batch_flops")]
-    assert found == pytest.approx([4 * 4 * FORWARD] * 12, abs=1)
+    assert found == pytest.approx([(1 + 30 / batches) * 4 * FORWARD] * 12, abs=1)
+
+
+@pytest.mark.parametrize("every", [None, 10])
+def test_extra_work_of_the_first_batch_of_each_epoch(tmp_path: Path, every: int | None) -> None:
+    """Its FLOPs are those of the first batches, unless other batches do the same."""
+    log = Known(schedule="1000ba")
+    model = Extra(lambda _, batch_idx: batch_idx % every == 0 if every else batch_idx == 0)
+    model.train_dataloader = lambda: DataLoader(  # type: ignore[method-assign]
+        ConcatDataset([Small().train_dataloader().dataset] * 5), batch_size=4
+    )
+    trainer(tmp_path, log, Flops("1000ba", peak_flops=1e9), max_epochs=5).fit(model)
+    extra = 20 * 4 * FORWARD
+    expected = 4 * FLOPS_PER_SAMPLE + extra / (every or 80)
+    assert log.mean == pytest.approx(expected, abs=extra / 400)  # one such batch of 400
 
 
 def test_work_that_is_added_later_is_found(tmp_path: Path) -> None:
@@ -383,8 +412,19 @@ def test_validation_loaders_of_one_shape_have_their_own_flops(
 
     flops = Flops("1000ba", peak_flops=1e9)
     trainer(tmp_path, flops, limit_val_batches=10).validate(Two())
-    # Of 10 batches each, the first ones are counted, which excludes them.
-    assert flops.metrics["validate/batch_flops"] == pytest.approx(11 / 2 * 4 * FORWARD)
+    # Of 10 batches each, the very first one was reported alone.
+    assert flops.metrics["validate/batch_flops"] == pytest.approx(109 / 19 * 4 * FORWARD)
+
+
+def test_batches_that_are_counted_are_part_of_the_mean(tmp_path: Path) -> None:
+    """Those of a rare shape are counted, and not timed, but their FLOPs are known."""
+    log = Known(schedule="1000ba")
+    model, data = Small(), Small().train_dataloader().dataset
+    model.train_dataloader = lambda: DataLoader(  # type: ignore[method-assign]
+        data, batch_sampler=[range(n) for n in (2, 4, 4, 4, 32, 4, 4)]
+    )
+    trainer(tmp_path, log, Flops("1000ba", peak_flops=1e9)).fit(model)
+    assert log.mean == pytest.approx(54 / 7 * FLOPS_PER_SAMPLE)
 
 
 class Dump(PerfCallback):
