@@ -221,12 +221,12 @@ class RunSummary:
         context = self._context
         if not context.leaves_files:
             return
-        from lightning_perf.tracking.page import report_page  # the rules take 20 ms to import
-
         _EARLIER[self._context.trainer] = self.content
         write = partial(context.write_files, "{run_name}", stage="train", overwrite=True)
         write({self.path.name: self._write}, remote=FILE_NAME, durable=True)
         if page := self._own.get("report"):
+            from lightning_perf.tracking.page import report_page  # the rules take 20 ms to import
+
             # After the summary, whose content it shows.
             name = PurePosixPath(page).name
             write(
