@@ -27,7 +27,6 @@ from typing import Any, TextIO
 
 from lightning_perf.charts.memory import history, memory_page, of_points, segments
 from lightning_perf.files import write_text
-from lightning_perf.traces.tables import key_averages, read, table
 from lightning_perf.units import bytes_text
 
 #: Source lines in each table of memory.
@@ -164,6 +163,8 @@ def _text(command: str, source: Path, device: str = "") -> str:
             sys.stdout.write(json.dumps(numbers))
             return text
         case "operators":
+            from lightning_perf.traces.tables import key_averages, read, table  # imports numpy
+
             events = read(source)
             return "\n".join([table(key_averages(events)), *events.notes, ""])
         case "timeline":

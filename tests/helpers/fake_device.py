@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.small import Small
-from lightning_perf.run import context
+from lightning_perf.run import run
 from lightning_perf.timing import cuda_events
 from lightning_perf.timing.cuda_events import DeviceTimer, Events
 
@@ -39,7 +39,7 @@ class Device:
     def replace_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Use this device and its clock instead of the CPU."""
         monkeypatch.setattr(cuda_events, "CLOCKED", {"cpu"})
-        monkeypatch.setattr(context, "DeviceTimer", self.device_timer)
+        monkeypatch.setattr(run, "DeviceTimer", self.device_timer)
 
     def work(self, seconds: float) -> None:
         """Queue work and complete it at once."""

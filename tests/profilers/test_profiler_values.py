@@ -34,6 +34,7 @@ from lightning_perf import (
     VizTracer,
 )
 from lightning_perf.profilers import viztracer
+from lightning_perf.profilers.base import Profiler
 from lightning_perf.profilers.tools import has_python_profiler
 
 
@@ -152,14 +153,15 @@ def test_every_name_is_checked(kind: Any, name: str) -> None:
 
 
 class Copying(Small):
-    """Copies and pickles its trainer's first callback in each batch."""
+    """Copies and pickles its trainer's profiler in each batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.copies += both(self.trainer.callbacks[0])
+        (profiler,) = (one for one in self.trainer.callbacks if isinstance(one, Profiler))
+        self.copies += both(profiler)
         return super().training_step(batch, batch_idx)
 
 

@@ -138,10 +138,10 @@ def test_a_monitor_sees_a_value_before_the_first_report(
     speed, flops = SpeedMonitor(), Flops(peak_flops=PEAK, schedule="every 1000ba")
     run = trainer(
         tmp_path, stop, best, speed, flops, enable_checkpointing=True,
-        max_epochs=3, limit_val_batches=1, log_every_n_steps=50, **options,
+        max_epochs=6, limit_val_batches=1, log_every_n_steps=50, **options,
     )  # fmt: skip
     run.fit(Small())
-    assert run.current_epoch == 3
+    assert run.current_epoch == 6
     assert run.callback_metrics[key].item() > 0
     assert run.callback_metrics.keys() == {key}
     assert best.best_model_path

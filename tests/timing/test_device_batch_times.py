@@ -171,7 +171,7 @@ def test_the_last_report_covers_the_whole_run(
     monkeypatch.setattr(Ahead, "on_train_epoch_end", finish, raising=False)
     found = train(tmp_path, device, SpeedMonitor(window_size=4), model_of_formula)
     assert [step for step, _ in found.of("throughput/batches_per_sec")] == [15]
-    assert [step for step, _ in found.of("batch_flops")] == [0, 15]
+    assert [step for step, _ in found.of("batch_flops")] == [0, 1, 15]
     assert found.of("actual_batches_per_sec") == [(15, 1.0)]
     assert found.of("mfu_from_formula") == [(15, pytest.approx(1e-3))]
 
@@ -235,7 +235,7 @@ def test_failed_events_fall_back_to_host_time(
         return device.event()
 
     events = Events("by the host's clock", 100, broken, lambda: False)
-    monkeypatch.setattr("lightning_perf.run.context.DeviceTimer", lambda: DeviceTimer(events))
+    monkeypatch.setattr("lightning_perf.run.run.DeviceTimer", lambda: DeviceTimer(events))
     with pytest.warns(PerfWarning, match="CUDA events failed .*planted.*host's clock") as caught:
         found = train(tmp_path, device, SpeedMonitor(window_size=4))
     assert len(ours(caught)) == 1

@@ -344,7 +344,7 @@ def test_snapshots_are_subtracted(tmp_path: Path) -> None:
     assert found[3].seconds - found[1].seconds == pytest.approx(between.seconds)
     assert between.train_batch > between.costs[step].seconds > 0
     names = {action.name for action in found[0].costs}
-    assert {"iter", "first fetch", "UsesSnapshots.on_train_batch_start"} <= names
+    assert {"iter", "first fetch", "UsesSnapshots.on_train_batch_end"} <= names
 
 
 def test_memory_of_spans_does_not_grow_between_reports(

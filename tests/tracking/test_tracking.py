@@ -282,7 +282,7 @@ def test_all_files_of_a_run_with_any_name_arrive(
     client = MlflowClient(mlflow_server)
     (folder,) = (each.path for each in client.list_artifacts(logger.run_id))
     assert (tmp_path / folder / "summary.json").is_file()
-    for below in ("", "torch_traces", "timings", "diagnosis"):
+    for below in ("", "torch_traces"):
         here = {path.name for path in (tmp_path / folder / below).glob("[!.]*")}
         there = client.list_artifacts(logger.run_id, f"{folder}/{below}".rstrip("/"))
         assert here == {each.path.rpartition("/")[2] for each in there}
