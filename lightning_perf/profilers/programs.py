@@ -5,7 +5,6 @@
 - ``memory CAPTURE TEXT`` writes a summary of a memray capture and prints its metrics.
 - ``flamegraph CAPTURE PAGE`` is memray's own.
 - ``merge TRACE CHILD...`` adds VizTracer's traces of child processes to that of their parent.
-- ``check PACKED`` reads a ``.cvf`` file.
 - ``operators TRACE TEXT`` writes a table of the operators in a trace of torch.profiler.
 - ``timeline POINTS PAGE DEVICE`` draws memory over time, of what torch.profiler exports.
 - ``history|segments SNAPSHOT PAGE`` draws a snapshot of CUDA memory.
@@ -130,14 +129,6 @@ def merge(target: Path, others: Sequence[Path]) -> None:
     write_text(target, json.dumps(whole))
 
 
-def read_packed(packed: Path) -> dict[str, Any]:
-    """Read a ``.cvf``; fails on a truncated one, which VizTracer leaves on a full disk."""
-    from viztracer.vcompressor import VCompressor  # type: ignore[import-untyped]
-
-    content: dict[str, Any] = VCompressor().decompress(str(packed))
-    return content
-
-
 def _main(command: str, first: str, *others: str) -> None:
     if hasattr(os, "nice"):
         os.nice(10)  # training comes first
@@ -145,8 +136,6 @@ def _main(command: str, first: str, *others: str) -> None:
     source = Path(first)
     if command == "merge":
         merge(source, [*map(Path, others)])
-    elif command == "check":
-        read_packed(source)
     elif command == "flamegraph":
         from memray.commands import main
 

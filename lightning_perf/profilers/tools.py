@@ -251,14 +251,10 @@ def _nothing_collects() -> bool:
 
 
 def run_program(command: str, *arguments: Path | str) -> str:
-    """Run a command of ``lightning_perf.profilers.programs``; returns what it prints."""
-    return run_python("-m", "lightning_perf.profilers.programs", command, *arguments)
+    """Run a command of ``lightning_perf.profilers.programs``; returns what it prints.
 
-
-def run_python(*arguments: Path | str) -> str:
-    """Run a Python program in a process of its own, so that training keeps the GIL.
-
-    Returns its standard output. OSError has the last line of its error message.
+    It has a process of its own, so that training keeps the GIL. OSError has the last line of its
+    error message.
     """
     with ExitStack() as links:
         named = (
@@ -266,11 +262,12 @@ def run_python(*arguments: Path | str) -> str:
             for each in arguments
         )
         done = subprocess.run(  # noqa: S603
-            [sys.executable, "-P", *named], stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, errors="replace", timeout=_TIMEOUT, check=False,
+            [sys.executable, "-P", "-m", "lightning_perf.profilers.programs", command, *named],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=_TIMEOUT, check=False,
         )  # fmt: skip
     if done.returncode:
         # A reader written in C may crash on a damaged file without a message.
         lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit {done.returncode}"]
-        raise OSError(f"{' '.join(map(str, arguments[:2]))}: {lines[-1][-200:]}")
+        raise OSError(f"{command}: {lines[-1][-200:]}")
     return done.stdout

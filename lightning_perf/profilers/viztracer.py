@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from lightning_perf.checks import flag, needs, whole
-from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.base import Names
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
 from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
@@ -159,8 +157,7 @@ class VizTracer(RecordsChildren):
     of several ranks can be merged: each rank appears as a process of its own.
 
     Args:
-        compress: Whether to write VizTracer's own compressed format ``.cvf``, which
-            ``viztracer --decompress`` reads, instead of ``.json.gz``, which Perfetto opens.
+        compress: Whether the trace is gzipped.
         tracer_entries: Maximum number of calls per process and file; the last ones are kept.
         patch: Whether to record child processes that multiprocessing starts during the run, such
             as data loader workers, in the same file. Each of them has a thread that checks fifty
@@ -182,8 +179,6 @@ class VizTracer(RecordsChildren):
     how_to_open: ClassVar[str] = """\
 - `.json.gz`: drag onto <https://ui.perfetto.dev> (processed in your browser, never uploaded), or
   `gunzip FILE.json.gz`, then `vizviewer FILE.json` (pip install viztracer), which works offline.
-- `.cvf` (`compress=True`): `viztracer --decompress FILE.cvf -o trace.json`, then
-  `vizviewer trace.json`.
 - Several ranks in one timeline: `gunzip rank*.json.gz`, then
   `viztracer --combine rank*.json -o all.json`. Rank 0 is process 1, its child processes are 10001,
   10002, ...
@@ -197,7 +192,7 @@ class VizTracer(RecordsChildren):
         folder: str = "{run_name}/viztracer",
         filename: str = "rank{rank}.{batch}.json",
         remote_file_name: str | None = "{run_name}/viztracer/rank{rank}.{batch}.json",
-        compress: bool = False,
+        compress: bool = True,
         tracer_entries: int = 500_000,
         patch: bool = False,
         **kwargs: Any,
@@ -206,9 +201,6 @@ class VizTracer(RecordsChildren):
             schedule, ranks, folder=folder, filename=filename, remote_file_name=remote_file_name,
             compress=compress, **kwargs,
         )  # fmt: skip
-        if compress and self.options.get("log_torch"):
-            problem = "cannot hold the operators that log_torch records"
-            raise ConfigError("compress", compress, problem, "False")
         self.check_supported("patch", patch)
         self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000")
         self.patch = flag("patch", patch)
@@ -229,14 +221,6 @@ class VizTracer(RecordsChildren):
             rank = context.ranks.global_rank
             self._children = Children(partial(record_child, rank, self.tracer_entries, options))
 
-    @property
-    @override
-    def own_file(self) -> Names:
-        remote = self.remote_file_name
-        if not self.compress:
-            return Names(self.filename, remote, compress=True)
-        return Names(_cvf(self.filename), None if remote is None else _cvf(remote))
-
     @override
     def record(self, path: Path, context: Run, warmup: int) -> Recording:
         tools.refuse_python_profiler(self)
@@ -252,27 +236,14 @@ class VizTracer(RecordsChildren):
         finally:
             children = self.shut_children()
         stop(tracer, path)
-        return Recorded(partial(_finish, path, children, self.compress))
+        return Recorded(partial(_finish, path, children))
 
 
-def _finish(path: Path, children: Files, compress: bool) -> None:
-    """Add the traces of child processes, check the file, and compress it."""
+def _finish(path: Path, children: Files) -> None:
+    """Add the traces of child processes, and check the file."""
     if files := children.wait().values():
         tools.run_program("merge", path, *files)
     tools.check_whole(path)
-    if compress:
-        raw, packed = (path.with_name(f"{path.name}{suffix}") for suffix in (".json", ".cvf"))
-        path.replace(raw)
-        try:
-            tools.run_python("-m", "viztracer", "--quiet", "--compress", raw, "-o", packed)
-            tools.run_program("check", packed)
-        finally:
-            raw.replace(path)
-        packed.replace(path)
-
-
-def _cvf(name: str) -> str:
-    return f"{name.removesuffix('.gz').removesuffix('.json').removesuffix('.cvf')}.cvf"
 
 
 def _is_plain(value: Any) -> bool:

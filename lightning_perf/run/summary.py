@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 _STATUS = {"teardown": "finished", "exception": "stopped by an exception"}
 _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 #: Suffixes of traces, after ``.gz`` is removed, and of pages.
-_TRACES, _PAGES = (".json", ".cvf", ".bin", ".pickle"), (".html",)
+_TRACES, _PAGES = (".json", ".bin", ".pickle"), (".html",)
 #: Own files that are not traces.
 _OTHERS = re.compile(r"summary(?:-\d+)?\.json")
 #: Names of the page.

@@ -287,7 +287,7 @@ def test_a_name_that_is_no_utf8_loses_no_file(tmp_path: Path) -> None:
     profilers = [
         PyTorch(schedule="at 2ba", memory_filename="memory.html", **torch_pages),
         VizTracer(schedule="at 5ba", patch=True),
-        VizTracer(schedule="at 7ba", compress=True, folder=f"{folder}/{{run_name}}/cvf"),
+        VizTracer(schedule="at 7ba", compress=False, folder=f"{folder}/{{run_name}}/plain"),
         Memray(schedule="at 9ba", flamegraph=True),
     ]
     logger = CSVLogger(folder, name=os.fsdecode(b"l\xf6ss"))
@@ -297,7 +297,7 @@ def test_a_name_that_is_no_utf8_loses_no_file(tmp_path: Path) -> None:
     files = [path for path in left_in(folder) if path.name != "metrics.csv"]
     left = {path.relative_to(folder / "l_udcf6ss-version_0").as_posix() for path in files}
     assert left == {
-        "cvf/rank0.8.cvf", "report.html",
+        "plain/rank0.8.json", "report.html",
         "memray/rank0.10.bin", "memray/rank0.10.html", "memray/rank0.10.txt",
         "torch_traces/memory.html", "torch_traces/rank0.3.pt.trace.json.gz",
         "torch_traces/rank0.3.pt.trace.txt", "viztracer/rank0.6.json.gz",

@@ -39,10 +39,6 @@ from helpers.faults import (
 )
 from helpers.faults import hidden as hidden_files
 
-from lightning_perf import Fixed, VizTracer
-from lightning_perf.profilers import tools
-from lightning_perf.profilers.tools import run_python
-
 pytestmark = pytest.mark.slow
 
 Act = Callable[[], object]
@@ -120,21 +116,6 @@ def mark(sign: str, folder: Path) -> None:
     subprocess.run(["chattr", f"{sign}i", str(folder), *map(str, below)], check=True)
 
 
-def squeezed() -> Setting:
-    """VizTracer compresses in a child process whose quota is too small."""
-
-    def run_squeezed(*arguments: str) -> str:
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
-        try:
-            return run_python(*arguments)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
-    tools.run_python = run_squeezed
-    return Setting()
-
-
 def hidden(folder: Path) -> set[str]:
     """The kinds of unfinished files that are marked as such."""
     paths = [path for path in hidden_files(folder) if not path.name.startswith(".filler")]
@@ -176,19 +157,6 @@ def test_a_quota_loses_only_truncated_windows(
     assert DONE <= whole(folder) <= DONE | files(profiler, 12, 14)
     hidden(folder)
     assert messages
-
-
-def test_the_raw_file_is_kept_if_viztracer_cannot_compress_it(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
-    """VizTracer does not report a partly compressed file; the raw file is kept."""
-    ours = [VizTracer(schedule=Fixed(1, 6), compress=True, tracer_entries=50_000)]
-    folder = tmp_path / "out"
-    ended = fork_server.run(tmp_path / "process", fit, folder, squeezed, ours=ours)
-    assert ended.code == 0, ended.stderr
-    assert not whole(folder)
-    assert ended.said
-    assert hidden(folder)
 
 
 @pytest.mark.parametrize("profiler", PROFILERS)

@@ -15,7 +15,7 @@ from torch.cuda import _memory_viz
 
 from lightning_perf import Memray, PerfWarning, Profiler, PyTorch
 from lightning_perf.charts.memory import history, of_history, segments
-from lightning_perf.profilers.tools import run_python
+from lightning_perf.profilers.tools import run_program
 
 MIB = 1 << 20
 MEMORY = {"with_stack": True, "record_shapes": True, "memory_filename": "rank{rank}.html"}
@@ -128,7 +128,7 @@ def test_a_program_that_crashes_is_an_error_with_a_reason(
     script.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(script))
     with pytest.raises(OSError, match=f"^page: {message}$"):
-        run_python("page")
+        run_program("page")
 
 
 def test_remote_addresses_are_detected() -> None:

@@ -20,11 +20,9 @@ from helpers.data_workers import Loading, Work
 from helpers.recordings import theirs_in
 from helpers.small import Records, Small, left_in, ours, trainer
 from torch.utils.data import DataLoader
-from viztracer.vcompressor import VCompressor
 
 from lightning_perf import (
     Always,
-    ConfigError,
     Cyclic,
     Fixed,
     PerfWarning,
@@ -68,13 +66,13 @@ def test_ranks_differ_in_a_merged_trace(tmp_path: Path) -> None:
     assert name == "rank 0"
 
 
-def test_compress_writes_viztracer_s_format(tmp_path: Path) -> None:
-    """VizTracer decompresses the .cvf."""
-    assert fit(tmp_path, VizTracer(schedule="first 2ba", compress=True)) == {}
+def test_uncompressed_traces_keep_their_name(tmp_path: Path) -> None:
+    """compress=False writes plain JSON without .gz."""
+    assert fit(tmp_path, VizTracer(schedule="first 2ba", compress=False)) == {}
     folder = tmp_path / "records-version_0" / "viztracer"
     (path,) = left_in(folder)
-    assert path.name == "rank0.2.cvf"
-    events = VCompressor().decompress(str(path))["traceEvents"]
+    assert path.name == "rank0.2.json"
+    events = json.loads(path.read_bytes())["traceEvents"]
     assert calls(events, "Small.training_step") == 2
 
 
@@ -89,12 +87,6 @@ def test_log_torch_records_operators(tmp_path: Path) -> None:
     assert calls(trace["traceEvents"], "aten::addmm")
     # Training would wait for a pipe that code names as its file.
     assert "file_info" not in trace
-
-
-def test_log_torch_is_refused_with_compress(tmp_path: Path) -> None:
-    """VizTracer's format cannot hold operators."""
-    with pytest.raises(ConfigError, match=r"compress=True cannot hold.*Try compress=False"):
-        VizTracer(log_torch=True, compress=True)
 
 
 def test_tracer_entries_limits_a_file(tmp_path: Path) -> None:
