@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
@@ -40,19 +39,16 @@ def trace(
     combine: str | None = None,
     output: str = "all.json.gz",
     window: str | None = None,
-    tracking_uri: str | None = None,
     json: bool = False,
 ) -> int:
     """Summarize a trace of the PyTorch profiler, or merge those of all ranks for Perfetto.
 
     Args:
         file: The trace to summarize: .json or .json.gz.
-        combine (FOLDER|RUN): Merge the traces of this folder, or of a run's id or name in MLflow.
+        combine (FOLDER): Merge the traces of this folder.
         output (FILE): The file to write.
         window: Which window if there are several, such as 12 for rank0.12.pt.trace.json.gz, and
             validate/12 for that of validation.
-        tracking_uri (ADDRESS): The MLflow tracking address; by default MLFLOW_TRACKING_URI, or
-            ./mlflow.db.
         json: Print JSON.
     """
     if file is not None and Path(file).is_dir():
@@ -60,15 +56,13 @@ def trace(
     if file is not None and combine is None:
         _summarize(Path(file), json)
     elif file is None and combine is not None:
-        with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
-            target = Path(output)
-            # The user's own link; not /dev/stdout, which may be one to a file of the shell.
-            if target.is_symlink() and not target.is_relative_to("/dev"):
-                target = target.resolve()
-            from lightning_perf.traces.combine import BEGINNING
-
-            check_output(target, BEGINNING)  # before seconds of reading
-            _merge(_folder(combine, tracking_uri, Path(scratch)), window, target, json)
+        if not Path(combine).is_dir():
+            raise Failure(f"there is no folder {combine}")
+        target = Path(output)
+        # The user's own link; not /dev/stdout, which may be one to a file of the shell.
+        if target.is_symlink() and not target.is_relative_to("/dev"):
+            target = target.resolve()
+        _merge(Path(combine), window, target, json)
     else:
         raise Failure("name either a trace or --combine FOLDER")
     return 0
@@ -79,9 +73,9 @@ def _summarize(path: Path, json: bool) -> None:
 
     from lightning_perf.traces.summary import facts, summarize, tables
 
-    summary = summarize(path)
+    summary = summarize(path).as_dict()
     if json:
-        print_json(summary.as_dict())
+        print_json(summary)
         return
     console = new_console()
     grid = Table(show_header=False)
@@ -94,22 +88,8 @@ def _summarize(path: Path, json: bool) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
-    for note in summary.notes:
+    for note in summary["notes"]:
         console.print(f"Note: {note}.", soft_wrap=True)
-
-
-def _folder(target: str, tracking_uri: str | None, scratch: Path) -> Path:
-    """The folder with the traces; those of a run in MLflow are downloaded."""
-    if Path(target).is_dir():
-        return Path(target)
-    from lightning_perf.traces.combine import TRACE_NAME
-    from lightning_perf.tracking.runs import download
-
-    try:
-        download(target, tracking_uri, scratch, TRACE_NAME)
-    except LookupError as error:
-        raise Failure(f"there is no folder {target}, and {error}") from error
-    return scratch
 
 
 def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
@@ -117,6 +97,7 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
 
     from lightning_perf.traces import combine
 
+    check_output(target, combine.BEGINNING)  # before seconds of reading
     traces = combine.find_window(folder, window)
     console = new_console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -184,15 +165,12 @@ def _show_collectives(console: Console, collectives: Sequence[Collective], ranks
 
 # -- uploads --------------------------------------------------------------------------------------
 
-_MISSING = "the file is missing; --forget-missing removes it from the list"
-
 
 def upload(
     folder: str = ".",
     *,
     tracking_uri: str | None = None,
     to: list[str] | None = None,
-    forget_missing: bool = False,
     outside: bool = False,
     json: bool = False,
 ) -> int:
@@ -209,7 +187,6 @@ def upload(
             credentials.
         to (URL): Also send what is listed for this place, such as s3://bucket or
             file:///mnt/traces, or below it. May be repeated. Only for lists that you trust.
-        forget_missing: Remove missing files from the lists.
         outside: Also upload files outside of the folder of their list. Only for lists that you
             trust: they could name any of your files.
         json: Print JSON.
@@ -217,7 +194,6 @@ def upload(
     if not Path(folder).is_dir():
         raise Failure(f"there is no folder {folder}")
     send = partial(_send, outside=outside, places=_NamedPlaces(tracking_uri, to or ()))
-    forgotten = _MISSING if forget_missing else ""
     # Otherwise the server decides for how many days MLflow waits before it tries again.
     os.environ.setdefault("MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER", "false")
     sent, unread = list[tuple[str, str]](), list[OSError]()
@@ -226,16 +202,14 @@ def upload(
     places = [place for place, files in below if any(file.startswith(FILE_NAME) for file in files)]
     for place in places:
         try:
-            sent += _send_all(place, send, forgotten)
+            sent += _send_all(place, send)
         except OSError as failed:  # those of other folders are sent nevertheless
             unread.append(failed)
     sent += ((str(error.filename), f"{error.strerror}; no list here was read") for error in unread)
-    for path, error in sent:
-        if error:
-            gone = "the file is missing and was removed from the list"
-            say(f"{path}: {gone if error == forgotten else error}", file=sys.stderr)
-    done = sum(not error for _, error in sent)
-    left = [each for each in sent if each[1] not in ("", forgotten)]
+    left = [each for each in sent if each[1]]
+    for path, error in left:
+        say(f"{path}: {error}", file=sys.stderr)
+    done = len(sent) - len(left)
     if json:
         listed = [{"path": path, "error": error} for path, error in left]
         print_json({"uploaded": done, "left": listed})
@@ -245,13 +219,8 @@ def upload(
     return 1 if left else 0
 
 
-def _send_all(
-    place: Path, send: Callable[[PendingUpload, Path], str], forgotten: str
-) -> list[tuple[str, str]]:
-    """Upload what a folder lists; returns each path, and why it was not uploaded.
-
-    Entries stay listed for other reasons than the forgotten one.
-    """
+def _send_all(place: Path, send: Callable[[PendingUpload, Path], str]) -> list[tuple[str, str]]:
+    """Upload what a folder lists; returns each path, and why it was not uploaded."""
     from rich.progress import track
 
     console, sent = new_console(stderr=True), []
@@ -262,10 +231,10 @@ def _send_all(
         ):
             error = send(entry, place)
             sent.append((entry.path, error))
-            if error in ("", forgotten):
-                del left[key]
-            else:
+            if error:
                 left[key] = replace(entry, error=error)
+            else:
+                del left[key]
     return sent
 
 
@@ -392,7 +361,7 @@ def _send(entry: PendingUpload, place: Path, outside: bool, places: _NamedPlaces
     try:
         path = Path(entry.path).resolve()
         if not path.is_file():
-            return _MISSING
+            return f"the file is missing; delete its line of {FILE_NAME} to forget it"
         if not (outside or path.is_relative_to(place.resolve())):
             return "the file is outside of its list's folder; try --outside"
         remote_format(entry.remote.replace("{", "{{").replace("}", "}}"))

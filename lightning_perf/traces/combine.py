@@ -36,16 +36,12 @@ _COLLECTIVE = re.compile(
     r"|nccl(?:Dev)?Kernel_?(?:AllReduce|AllGather|ReduceScatter|SendRecv)\w*",
     re.IGNORECASE,
 )
-#: Events that end at about the same time on all ranks, for traces without a collective.
-_STEP = re.compile(r"ProfilerStep#\d+|torch\._C\._EngineBase\.run_backward")
 _KERNELS, _DEVICE = ("kernel", "gpu_user_annotation"), "device "
 #: The most processes of a rank in the merged file.
 _PROCESSES = 1000
 #: The largest world size that is believed.
 _MOST_RANKS = 10**7
-#: Clocks whose steps end within this (microseconds) are not shifted: steps end less precisely.
-_STEPS_AGREE = 1e5
-#: The most characters in the names of a rank's collectives and steps, each of which counts as some.
+#: The most characters in the names of a rank's collectives, each of which counts as some.
 _MOST_MARKED, _MARKED = 1 << 22, 16
 #: How often clocks are corrected, because the rank that arrives last depends on them.
 _ROUNDS = 5
@@ -54,7 +50,7 @@ _MOST_NAMED = 8
 
 
 class Marker(NamedTuple):
-    """A collective or step of one rank, by that rank's clock in microseconds."""
+    """A collective of one rank, by that rank's clock in microseconds."""
 
     start: float
     end: float
@@ -70,13 +66,12 @@ class RankTrace:
     head: dict[str, Any] = field(default_factory=dict)
     #: By name and process group, in the order of the file's clock.
     collectives: dict[str, list[Marker]] = field(default_factory=dict)
-    steps: dict[str, list[Marker]] = field(default_factory=dict)
     #: Microseconds to which the file's times are relative.
     base: float = 0.0
     #: Added to the times of this rank, and the part of it that corrects its clock.
     shift: float = 0.0
     correction: float = 0.0
-    #: The remaining error of the clock, in microseconds; None if the ranks share no event.
+    #: The remaining error of the clock, in microseconds; None if the ranks share no collective.
     error: float | None = None
 
 
@@ -130,9 +125,8 @@ def find_window(folder: Path, window: str | None = None) -> list[RankTrace]:
 
 
 def scan(trace: RankTrace) -> None:
-    """Read the head, the collectives and the steps of a trace."""
+    """Read the head and the collectives of a trace."""
     collectives: dict[str, list[Marker]] = defaultdict(list)
-    steps: dict[str, list[Marker]] = defaultdict(list)
     room = _MOST_MARKED
     with _damage_named(trace.path):
         for event in stream(trace.path, trace.head):
@@ -140,16 +134,12 @@ def scan(trace: RankTrace) -> None:
             if event.get("ph") != "X" or not isinstance(name, str) or "dur" not in event:
                 continue
             start = microseconds(event["ts"])
-            marker = Marker(start, start + microseconds(event["dur"]))
+            end = start + microseconds(event["dur"])
             if _COLLECTIVE.fullmatch(name):
-                found, name = collectives, _shared_name(name, event)
-            elif _STEP.fullmatch(name):
-                found = steps
-            else:
-                continue
-            room -= _MARKED if name in found else _MARKED + len(name)
-            if room > 0:
-                found[name].append(marker)
+                name = _shared_name(name, event)
+                room -= _MARKED if name in collectives else _MARKED + len(name)
+                if room > 0:
+                    collectives[name].append(Marker(start, end))
         trace.head["world_size"] = int(trace.head.get("world_size", 0))
         if trace.head["world_size"] > _MOST_RANKS:
             raise ValueError(f"its world_size is {trace.head['world_size']:,}")
@@ -157,7 +147,6 @@ def scan(trace: RankTrace) -> None:
     # NCCL's annotations on the host end when the kernel is launched: the kernels are more exact.
     exact = {name: markers for name, markers in collectives.items() if name.startswith(_DEVICE)}
     trace.collectives = {name: sorted(markers) for name, markers in (exact or collectives).items()}
-    trace.steps = {name: sorted(markers) for name, markers in steps.items()}
 
 
 def _shared_name(name: str, event: Event) -> str:
@@ -193,12 +182,11 @@ def check(traces: Sequence[RankTrace]) -> None:
 
 
 def align(traces: Sequence[RankTrace]) -> None:
-    """Set each rank's shift to the first rank's clock, from events that all ranks share.
+    """Set each rank's shift to the first rank's clock, from the collectives that they share.
 
     No rank leaves a collective before the last rank has entered it. A rank that then waits for a
     CPU leaves it late, but not every time: its shortest delay after the last rank's start is about
-    that of the other ranks. Without collectives, steps end at the same time. A clock that agrees
-    already is left alone.
+    that of the other ranks. A clock that agrees already is left alone.
     """
     first = traces[0]
     first.error = 0.0
@@ -208,25 +196,16 @@ def align(traces: Sequence[RankTrace]) -> None:
     offsets = _offsets(traces, shared)
     halves = [_offsets(traces, shared[part::2]) for part in (0, 1)]
     for rank, trace in enumerate(traces[1:], start=1):
-        if rank in offsets:
-            offset = offsets[rank]
-            known = [half[rank] for half in halves if rank in half]
-            # The dependence on the choice of collectives.
-            spread = max(abs(offset - half) for half in known) if known else 0.0
-            least = 3 * spread
-        else:
-            steps = [match.markers for match in _matched([first.steps, trace.steps])]
-            apart = [markers[1].end - markers[0].end for markers in steps]
-            if not apart:
-                continue
-            offset = median(apart) + trace.shift
-            spread = median(abs(step + trace.shift - offset) for step in apart)
-            least = max(_STEPS_AGREE, 3 * spread)
+        if rank not in offsets:
+            continue
+        offset = offsets[rank]
+        # The dependence on the choice of collectives.
+        spread = max((abs(offset - half[rank]) for half in halves if rank in half), default=0.0)
         host = first.head.get("host_name")
         same_clock = host is not None and host == trace.head.get("host_name")
         if same_clock:
             trace.error = abs(offset)
-        elif abs(offset) <= least:
+        elif abs(offset) <= 3 * spread:
             trace.error = max(abs(offset), spread)
         else:
             trace.correction = -offset
@@ -235,7 +214,7 @@ def align(traces: Sequence[RankTrace]) -> None:
 
 
 class _Match(NamedTuple):
-    """A collective or step of several ranks."""
+    """A collective of several ranks."""
 
     name: str
     #: Its number among those of its name.

@@ -14,7 +14,7 @@ from lightning_perf.traces.tables import MOST_EVENTS, STEP, Kind, key_averages, 
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -260,53 +260,56 @@ def _device_time(events: TraceEvents, kinds: NDArray[Any], begin: int, end: int)
 # -- views ----------------------------------------------------------------------------------------
 
 
-def facts(summary: TraceSummary) -> Iterator[tuple[str, str]]:
-    """The summary without its tables: names, and values with their units."""
-    seconds, device = summary.seconds, summary.device
-    if summary.steps:
-        step = duration(seconds / summary.steps)
-        yield "steps", f"{summary.steps} in {duration(seconds)}, {step} each"
+def facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A summary as a dictionary, without its tables: names, and values with their units."""
+    seconds, steps, device = summary["seconds"], summary["steps"], summary.get("device")
+    if steps:
+        step = duration(seconds / steps)
+        yield "steps", f"{steps} in {duration(seconds)}, {step} each"
     else:
         yield "time", duration(seconds)
-    yield "events", f"{summary.events:,}"
+    yield "events", f"{summary['events']:,}"
     if device is None:
         yield "devices", "none: the trace is of the CPU only"
         return
     for name, value in {
-        "device busy": device.busy,
-        "idle, host in operators (launch-bound)": device.idle_launch,
-        "idle, host waits for data": device.idle_input,
-        "idle, host does something else": device.idle_other,
-        "communication": device.communication,
-        "communication, exposed": device.exposed_communication,
+        "device busy": device["busy"],
+        "idle, host in operators (launch-bound)": device["idle_launch"],
+        "idle, host waits for data": device["idle_input"],
+        "idle, host does something else": device["idle_other"],
+        "communication": device["communication"],
+        "communication, exposed": device["exposed_communication"],
     }.items():
         yield name, f"{value / (seconds or 1):.1%}"
-    if device.kernels:
-        yield "kernels on tensor cores", f"{device.tensor_cores / device.kernels:.1%} of their time"
+    if device["kernels"]:
+        yield (
+            "kernels on tensor cores",
+            f"{device['tensor_cores'] / device['kernels']:.1%} of their time",
+        )
 
 
-def tables(summary: TraceSummary) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+def tables(
+    summary: Mapping[str, Any],
+) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """The tables of a summary: title, headings and rows; those without rows are left out."""
-    on_device = summary.device is not None
-    rows: list[tuple[str, ...]] = [
-        (_short(row.name), f"{row.calls:,}", duration(row.cpu_seconds),
-         *((duration(row.device_seconds),) if on_device else ()))
-        for row in summary.operators
-    ]  # fmt: skip
+    on_device = bool(summary.get("device"))
+
+    def cells(row: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+        times = (duration(row[key]) for key in keys if key != "device_seconds" or on_device)
+        return _short(row["name"]), f"{row['calls']:,}", *times
+
+    rows = [cells(row, "cpu_seconds", "device_seconds") for row in summary.get("operators", ())]
     headings = ("operator", "calls", "self CPU", *(("device",) if on_device else ()))
     yield "Operators", headings, rows
-    if summary.kernels:
-        rows = [
-            (_short(row.name), f"{row.calls:,}", duration(row.device_seconds))
-            for row in summary.kernels
-        ]
+    if kernels := summary.get("kernels"):
+        rows = [cells(row, "device_seconds") for row in kernels]
         yield "Kernels", ("kernel", "calls", "device"), rows
-    if summary.synchronizations:
+    if waits := summary.get("synchronizations"):
         rows = [
-            (f"{wait.operator} > {wait.call}" if wait.operator else wait.call,
-             wait.line or "unknown: record with with_stack=True", f"{wait.calls:,}",
-             duration(wait.seconds))
-            for wait in summary.synchronizations
+            (" > ".join(filter(None, (wait["operator"], wait["call"]))),
+             wait["line"] or "unknown: record with with_stack=True", f"{wait['calls']:,}",
+             duration(wait["seconds"]))
+            for wait in waits
         ]  # fmt: skip
         yield "Calls that wait for the device", ("call", "line", "calls", "time"), rows
 

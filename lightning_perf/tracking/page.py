@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.charts import Areas, Heading, Links, Part, Table, page
@@ -11,14 +10,7 @@ from lightning_perf.charts.stacked import Row, costs, heatmap, stack
 from lightning_perf.diagnosis.report import evidence_text
 from lightning_perf.diagnosis.report import headline as verdict_headline
 from lightning_perf.timing.totals import Share
-from lightning_perf.traces.summary import (
-    DeviceTime,
-    Operator,
-    Synchronization,
-    TraceSummary,
-    facts,
-    tables,
-)
+from lightning_perf.traces.summary import facts, tables
 from lightning_perf.tracking.summary import headline, main_stage, rows, verdicts_of
 from lightning_perf.units import bytes_text
 
@@ -62,7 +54,8 @@ def _parts(summary: Summary) -> Iterator[Part]:
             yield _chart(figures, spent)
     if culprits := summary.get("culprits"):
         yield Heading("Callbacks and loggers")
-        yield costs([_known(Share, row) for row in culprits])
+        # A later version may have written more fields.
+        yield costs([Share(*(row[name] for name in Share._fields)) for row in culprits])
     yield from _ranks(summary)
     yield from _system(summary)
     yield from _captured(summary.get("capture") or {})
@@ -121,22 +114,11 @@ def _captured(capture: Mapping[str, Any]) -> Iterator[Part]:
     if not {"events", "seconds", "steps"} <= capture.keys():
         yield f"There is no trace: {capture.get('missing', 'unknown')}."
         return
-    device = capture.get("device")
-    trace = TraceSummary(
-        capture["events"],
-        capture["seconds"],
-        capture["steps"],
-        _known(DeviceTime, device) if device else None,
-        [_known(Operator, row) for row in capture.get("operators", ())],
-        [_known(Operator, row) for row in capture.get("kernels", ())],
-        [_known(Synchronization, row) for row in capture.get("synchronizations", ())],
-        capture.get("notes", ()),
-    )
-    yield Table(("", "value"), list(facts(trace)))
-    for title, headings, cells in tables(trace):
+    yield Table(("", "value"), list(facts(capture)))
+    for title, headings, cells in tables(capture):
         yield Heading(title)
         yield Table(headings, cells)
-    yield from (f"Note: {note}." for note in trace.notes)
+    yield from (f"Note: {note}." for note in capture.get("notes", ()))
 
 
 def _links(summary: Summary) -> Iterator[Part]:
@@ -150,9 +132,3 @@ def _links(summary: Summary) -> Iterator[Part]:
             yield Links([(path, posixpath.relpath(path, folder)) for path in linked])
         if others := len(files) - len(linked):
             yield f"{others:,} more are listed in summary.json."
-
-
-def _known(kind: Any, content: Mapping[str, Any]) -> Any:
-    """A record with the fields that it has; a later version may have written others."""
-    names = getattr(kind, "_fields", None) or [field.name for field in fields(kind)]
-    return kind(**{name: content[name] for name in names})

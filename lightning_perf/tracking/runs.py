@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections import deque
 from concurrent.futures import thread as pools
@@ -27,7 +26,6 @@ from lightning_perf.tracking.summary import (
 )
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Callable, Iterator, Sequence
 
     from mlflow import MlflowClient
@@ -40,9 +38,9 @@ T = TypeVar("T")
 _DEPTH = 4
 #: The most runs of a name that are counted.
 _MOST_COUNTED = 100
-#: Limits of what a server answers: seconds to read a run and to download traces, pages of
-#: experiments, and levels and entries of a run's folders.
-_SECONDS, _DOWNLOAD_SECONDS, _MOST_PAGES, _LEVELS, _MOST_ENTRIES = 120.0, 3600.0, 100, 32, 20_000
+#: Limits of what a server answers: seconds to read a run, pages of experiments, and levels and
+#: entries of a run's folders.
+_SECONDS, _MOST_PAGES, _LEVELS, _MOST_ENTRIES = 120.0, 100, 32, 20_000
 #: Bytes of memory with what a server answers: MLflow reads answers as a whole.
 _MOST_MEMORY = 2 << 30
 #: Params among a run's that describe its set-up.
@@ -85,7 +83,7 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
         return replace(_read(client, runs[0]), note=_note(len(runs)) if what is not None else "")
 
     try:
-        if found := _ask(tracking_uri or default_tracking_uri(), latest, _SECONDS):
+        if found := _ask(tracking_uri or default_tracking_uri(), latest):
             return found
     except (LookupError, ImportError) as error:
         if folder is None:
@@ -195,24 +193,7 @@ def _address() -> str:
     return os.environ.get("MLFLOW_TRACKING_URI", "")
 
 
-def download(what: str, tracking_uri: str | None, folder: Path, names: re.Pattern[str]) -> None:
-    """Download the files of a run with such names into a folder, below their paths in MLflow."""
-
-    def copy(client: MlflowClient) -> None:
-        run = _find(client, what)[0]
-        if is_on_other_server(run.info.artifact_uri or "", client.tracking_uri):
-            place = without_credentials(run.info.artifact_uri)
-            raise LookupError(f"the files of {what} are on another server, {place}")
-        kept = shutil.disk_usage(folder).free // 2
-        for path in _paths(client, run.info.run_id):
-            if names.fullmatch(path.rpartition("/")[2]):
-                with limited(max(0, shutil.disk_usage(folder).free - kept)):
-                    client.download_artifacts(run.info.run_id, path, str(folder))
-
-    _ask(tracking_uri or default_tracking_uri(), copy, _DOWNLOAD_SECONDS)
-
-
-def _ask(tracking_uri: str, question: Callable[[MlflowClient], T], seconds: float) -> T:
+def _ask(tracking_uri: str, question: Callable[[MlflowClient], T]) -> T:
     """What a function returns for a client; any error is raised as `LookupError`.
 
     It runs on a thread that is not waited for any longer: a server decides how many pages there
@@ -227,14 +208,14 @@ def _ask(tracking_uri: str, question: Callable[[MlflowClient], T], seconds: floa
     worker = Worker("lightning_perf reading MLflow")
     try:
         with limited(_MOST_MEMORY, "DATA"):
-            return worker.call(lambda: question(MlflowClient(tracking_uri)), seconds)
+            return worker.call(lambda: question(MlflowClient(tracking_uri)), _SECONDS)
     except LookupError:
         raise
     except TimeoutError as error:
         # MLflow downloads in a pool, whose threads Python would wait for at its end.
         getattr(pools, "_threads_queues", {}).clear()
         place = without_credentials(tracking_uri)
-        raise LookupError(f"{place} has not answered in full within {seconds:g} s") from error
+        raise LookupError(f"{place} has not answered in full within {_SECONDS:g} s") from error
     except Exception as error:  # MLflow, databases and networks raise many kinds of errors
         raise LookupError(describe(error)) from error
     finally:

@@ -64,7 +64,7 @@ def test_invalid_arguments_give_exit_code_2(
         (["report", "x"], "there is no summary.json in a folder x below the current folder, and"),
         (["compare", "x", "y"], "in a folder x below the current folder"),
         (["trace", "x.json"], "trace: x.json: No such file or directory."),
-        (["trace", "--combine", "x"], "there is no folder x, and there is no mlflow.db"),
+        (["trace", "--combine", "x"], "there is no folder x."),
         (["compare", "x"], "Try lightning-perf compare x BASELINE."),
         (["reprot"], "there is no command reprot. Did you mean report?"),
         (["report", "--jsn"], "there is no option --jsn. Did you mean --json?"),

@@ -298,26 +298,6 @@ def test_traces_of_four_real_ranks_are_merged(
         assert "Rank 2 came last to 100% of 4 collectives of 4 ranks." in printed
 
 
-def test_traces_of_a_run_in_mlflow_are_downloaded(tmp_path: Path, mlflow_database: str) -> None:
-    """They are found by the name of the run; other artifacts are not downloaded."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(mlflow_database)
-    experiment = client.create_experiment("combine", str(tmp_path / "artifacts"))
-    run = client.create_run(experiment, run_name="merge-me")
-    for rank in range(2):
-        client.log_artifact(
-            run.info.run_id, str(torch_trace(tmp_path / "in", rank)), "r/torch_traces"
-        )
-    client.log_text(run.info.run_id, "notes", "notes.txt")
-    target = tmp_path / "all.json"
-    arguments = ["trace", "--combine", "merge-me", "--tracking-uri", mlflow_database]
-    assert exit_code(*arguments, "--output", str(target)) == 0
-    events = json.loads(target.read_text())["traceEvents"]
-    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert {"rank 0", "rank 1"} <= names
-
-
 # -- input of strangers ---------------------------------------------------------------------------
 
 

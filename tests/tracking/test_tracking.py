@@ -263,7 +263,7 @@ def test_no_text_has_the_password_of_a_tracking_address(
         run.client()
     texts.append(describe(caught.value))
     # The address in the place of a run is a mistake of the user.
-    for command in (["doctor"], ["report"], ["report", address], ["trace", "--combine", address]):
+    for command in (["doctor"], ["report"], ["report", address]):
         texts += map(str, call(capsys, *command))
     summary = {"version": 1, "run": "r", "status": "finished", "stages": {}}
     _show_run(Run("r", summary, (), address), new_console())

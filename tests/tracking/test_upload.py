@@ -105,19 +105,16 @@ def test_tracking_uri_replaces_the_listed_address(
     assert artifacts(mlflow_database, run_id, "moved") == ["moved/a.json"]
 
 
-def test_missing_files_are_removed_on_request_only(
+def test_missing_files_stay_listed(
     tmp_path: Path, mlflow_database: str, run_id: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing file is reported, and stays listed without --forget-missing."""
+    """A missing file is reported: its disk may be away."""
     entry = listed(tmp_path, "gone/a.json", mlflow_database, run_id)
     Path(entry.path).unlink()
     append_pending(tmp_path, entry)
     assert exit_code("upload", str(tmp_path)) == 1
-    assert "--forget-missing" in capsys.readouterr().err
+    assert "a.json: the file is missing; delete its line" in capsys.readouterr().err
     assert [kept.path for kept in read_pending(tmp_path)] == [entry.path]
-    assert exit_code("upload", str(tmp_path), "--forget-missing") == 0
-    assert "a.json: the file is missing and was removed from the list" in capsys.readouterr().err
-    assert read_pending(tmp_path) == []
 
 
 def test_no_database_is_created(
@@ -385,8 +382,7 @@ def test_reports_request_no_artifacts_of_other_servers(
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
     database = f"--tracking-uri=sqlite:///{in_tmp}/mlflow.db"
     assert exit_code("report", "owl", database) == 0
-    assert exit_code("trace", "--combine", "owl", database) == 2
-    assert "are on another server" in capsys.readouterr().err
+    assert "http" not in capsys.readouterr().out
 
 
 def test_a_list_on_a_full_disk_keeps_its_entries(tmp_path: Path) -> None:
