@@ -389,9 +389,9 @@ def _broken() -> Exception:
 
 def _seams() -> dict[str, Fault]:
     """Every interface, by name."""
+    from lightning_perf import files
     from lightning_perf.flops import counter
     from lightning_perf.run import hardware, summary, windows
-    from lightning_perf.traces import folder
 
     def no_thread() -> Exception:
         return RuntimeError("can't start new thread (planted)")
@@ -400,9 +400,9 @@ def _seams() -> dict[str, Fault]:
         "disk errors": disk_errors,
         "disk errors in rename": _failing(Path, "replace", _full),
         "disk errors in mkdir": _failing(Path, "mkdir", _full),
-        "disk errors in fsync": _failing(folder, "_sync", _full),
+        "disk errors in fsync": _failing(files, "_sync", _full),
         "disk errors in unlink": _failing(Path, "unlink", _full),
-        "slow disk": _failing(folder, "_sync", None),
+        "slow disk": _failing(files, "_sync", None),
         "quota": quota,
         "folder removed": _at_a_batch(_remove),
         "folder occupied": _at_a_batch(_occupy),

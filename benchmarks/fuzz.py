@@ -41,16 +41,15 @@ with MEASURED if CHILD in sys.argv else nullcontext():
     from lightning_perf import ConfigError, Time, always_on
     from lightning_perf.callbacks.factory import from_environment
     from lightning_perf.cli import Failure
-    from lightning_perf.cli.runs import compare
-    from lightning_perf.cli.training import folder_source
+    from lightning_perf.cli.runs import compare, folder_source
     from lightning_perf.core.progress import Ranks, Timestamp
     from lightning_perf.schedule import as_schedule
     from lightning_perf.traces import combine
     from lightning_perf.traces.events import TraceError
-    from lightning_perf.traces.folder import RunFolder
     from lightning_perf.traces.names import file_format, run_values, time_values
     from lightning_perf.traces.summary import summarize, tables
     from lightning_perf.traces.uploads import FILE_NAME
+    from lightning_perf.traces.writer import RunFolder
     from lightning_perf.tracking.runs import read_folder
     from lightning_perf.tracking.summary import SummaryError, description, panel
 

@@ -9,8 +9,7 @@ from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, FunctionRule, Impact, Rule, Signals, Unknown, Verdict
 from lightning_perf.errors import ConfigError, PerfWarning, RecorderBusy
-from lightning_perf.profilers.base import Names, Profiler
-from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.profilers.base import Names, Profiler, Recorded, Recording
 from lightning_perf.profilers.tools import defaults, refuse_python_profiler, refuse_torch_profiler
 from lightning_perf.run.run import Run
 from lightning_perf.run.window_callback import WindowCallback

@@ -134,9 +134,8 @@ def make_writer(tmp_path: Path, worker: Any) -> Any:
     from dataclasses import fields, replace
 
     from lightning_perf.core.progress import Ranks
-    from lightning_perf.traces.folder import TraceOptions
     from lightning_perf.traces.uploads import TraceRun
-    from lightning_perf.traces.writer import TraceWriter
+    from lightning_perf.traces.writer import TraceOptions, TraceWriter
 
     options = TraceOptions(
         folder="{run_name}/traces",

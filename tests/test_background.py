@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import PerfWarning, PyTorch, SpeedMonitor
 from lightning_perf.background import Worker, waiting
-from lightning_perf.profilers.recording import Recorded
+from lightning_perf.profilers.base import Recorded
 from lightning_perf.run import context, destination
 from lightning_perf.tracking.mlflow import MlflowRun
 

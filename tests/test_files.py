@@ -32,9 +32,9 @@ from lightning_perf.files import (
 )
 from lightning_perf.traces import combine
 from lightning_perf.traces.events import TraceError
-from lightning_perf.traces.folder import RunFolder
 from lightning_perf.traces.summary import summarize
 from lightning_perf.traces.uploads import PendingUpload, append_pending
+from lightning_perf.traces.writer import RunFolder
 from lightning_perf.tracking.runs import latest_folder
 from lightning_perf.tracking.summary import SummaryError, read_summary
 
@@ -156,7 +156,7 @@ def test_what_is_written_can_be_read() -> None:
 OWN = {
     "cgroup.py", "charts", "files.py", "flops", "profilers", "system", "timing",  # kernel, package
     "run/summary.py", "run/destination.py", "schedule/triggers.py",  # spooled files, /proc
-    "traces/folder.py",  # creates the marker of a folder
+    "traces/writer.py",  # creates the marker of a folder
 }  # fmt: skip
 #: Calls that open a file. `read_bytes` alone is the reader, and `path.read_bytes` is not.
 OPENING = re.compile(

@@ -29,14 +29,13 @@ from rich.console import Console
 
 from lightning_perf import ConfigError, PerfWarning, always_on
 from lightning_perf.callbacks.factory import from_environment
-from lightning_perf.cli import Failure, training
+from lightning_perf.cli import Failure, runs
 from lightning_perf.cli.files import upload
-from lightning_perf.cli.training import watch
+from lightning_perf.cli.runs import watch
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.schedule import as_schedule
 from lightning_perf.traces import combine
 from lightning_perf.traces.events import TraceError
-from lightning_perf.traces.folder import RunFolder
 from lightning_perf.traces.names import file_format, run_values, time_values
 from lightning_perf.traces.summary import summarize, tables
 from lightning_perf.traces.uploads import (
@@ -44,6 +43,7 @@ from lightning_perf.traces.uploads import (
     PendingUpload,
     append_pending,
 )
+from lightning_perf.traces.writer import RunFolder
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.runs import read_folder
 from lightning_perf.tracking.summary import SummaryError, description, panel, read_summary
@@ -155,11 +155,11 @@ def test_a_damaged_live_summary_is_watched_or_refused(
     (tmp_path / "summary.json").write_text(json.dumps(mutate(content)))
     terminal = Console(file=io.StringIO(), force_terminal=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training.time, "sleep", wait)
+        patch.setattr(runs.time, "sleep", wait)
         for view in (
             lambda: watch(str(tmp_path), json=False),
             lambda: watch(str(tmp_path), json=True),
-            lambda: training._show(training.folder_source(tmp_path), terminal),
+            lambda: runs._show(runs.folder_source(tmp_path), terminal),
         ):
             looks.clear()
             with suppress(Enough, SummaryError, Failure):

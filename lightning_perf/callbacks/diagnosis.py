@@ -16,8 +16,8 @@ from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
 from lightning_perf.diagnosis.rules import without_none
 from lightning_perf.errors import ConfigError, describe
+from lightning_perf.profilers.base import OpenRecording
 from lightning_perf.profilers.pytorch import PyTorch
-from lightning_perf.profilers.recording import OpenRecording
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.collector import Collector
 from lightning_perf.run.hardware import sample_ranks

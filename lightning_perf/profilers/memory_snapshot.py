@@ -19,8 +19,7 @@ from lightning_perf.charts import FlameGraph, fold, read_folded
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
 from lightning_perf.files import write_text
-from lightning_perf.profilers.base import Names, Profiler
-from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.profilers.base import Names, Profiler, Recorded, Recording
 from lightning_perf.profilers.tools import run_program
 from lightning_perf.schedule import Schedule
 from lightning_perf.units import bytes_text

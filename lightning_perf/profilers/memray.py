@@ -16,9 +16,8 @@ from typing_extensions import override
 from lightning_perf.checks import flag, needs
 from lightning_perf.errors import ConfigError, RecorderBusy
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.base import Names
+from lightning_perf.profilers.base import Names, Recorded, Recording
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
-from lightning_perf.profilers.recording import Recorded, Recording
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:

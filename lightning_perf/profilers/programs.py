@@ -152,7 +152,7 @@ def _text(command: str, source: Path, device: str = "") -> str:
             sys.stdout.write(json.dumps(numbers))
             return text
         case "operators":
-            from lightning_perf.traces.tables import key_averages, read, table  # imports numpy
+            from lightning_perf.traces.summary import key_averages, read, table  # imports numpy
 
             events = read(source)
             return "\n".join([table(key_averages(events)), *events.notes, ""])

@@ -18,8 +18,7 @@ from typing_extensions import override
 from lightning_perf.checks import flag
 from lightning_perf.errors import ConfigError, RecorderBusy
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.base import Names, Profiler
-from lightning_perf.profilers.recording import Recorded, Recording
+from lightning_perf.profilers.base import Names, Profiler, Recorded, Recording
 from lightning_perf.schedule import Schedule
 from lightning_perf.traces.names import file_format, remote_format
 from lightning_perf.traces.summary import TraceSummary, summarize

@@ -17,10 +17,9 @@ from lightning_perf.background import waiting
 from lightning_perf.errors import WarningDigest, describe, printable, warn
 from lightning_perf.run import compat
 from lightning_perf.run.termination import hurried
-from lightning_perf.traces.folder import RunFolder, TraceOptions, folder_of
 from lightning_perf.traces.names import TakenNames
 from lightning_perf.traces.uploads import TraceRun
-from lightning_perf.traces.writer import TraceWriter
+from lightning_perf.traces.writer import RunFolder, TraceOptions, TraceWriter, folder_of
 from lightning_perf.tracking.installed import trackers_of
 from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, TagReader, is_mlflow
 from lightning_perf.tracking.tracker import Root, root_of, store_target, trial_root

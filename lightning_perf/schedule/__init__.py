@@ -25,27 +25,7 @@ from lightning_perf.schedule.intervals import (
 from lightning_perf.schedule.triggers import Elapsed, OnSignal, OnSlowBatch, OnVerdict, Trigger
 
 __all__ = [
-    "FOREVER",
-    "All",
-    "Always",
-    "AnyOf",
-    "At",
-    "Context",
-    "Cyclic",
-    "Elapsed",
-    "Every",
-    "Fixed",
-    "GlobalRank",
-    "HasTag",
-    "LocalRank",
-    "Never",
-    "Not",
-    "OnSignal",
-    "OnSlowBatch",
-    "OnVerdict",
-    "Schedule",
-    "Stages",
-    "Trigger",
-    "as_schedule",
-    "walk",
-]
+    "FOREVER", "All", "Always", "AnyOf", "At", "Context", "Cyclic", "Elapsed", "Every", "Fixed",
+    "GlobalRank", "HasTag", "LocalRank", "Never", "Not", "OnSignal", "OnSlowBatch", "OnVerdict",
+    "Schedule", "Stages", "Trigger", "as_schedule", "walk",
+]  # fmt: skip

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lightning_perf.errors import ConfigError, warn, without_credentials
 from lightning_perf.files import files_below, opened, written_whole
-from lightning_perf.traces.folder import README
 from lightning_perf.traces.names import numbered, split_url
 from lightning_perf.traces.uploads import Target
+from lightning_perf.traces.writer import README
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

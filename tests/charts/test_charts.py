@@ -17,8 +17,8 @@ import pytest
 from helpers.browser import needs_browser, text_from_browser, without_policy
 
 from lightning_perf.charts import COLOURS, page
-from lightning_perf.charts.stacked import Row, costs, stack
 from lightning_perf.timing.totals import Share
+from lightning_perf.tracking.page import Row, costs, stack
 
 #: Batches of up to 50 ms.
 ROWS: list[Row] = [
@@ -194,7 +194,7 @@ def test_drawing_libraries_are_imported_on_demand() -> None:
     code = """
 import sys
 from lightning_perf.charts import page
-from lightning_perf.charts.stacked import stack
+from lightning_perf.tracking.page import stack
 assert not {"jinja2", "torch"} & set(sys.modules)
 page("time", [stack([(1, {"forward": 1.0})])])
 assert not {"matplotlib", "torch"} & set(sys.modules)

@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from rich.console import Console
 
 from lightning_perf import Diagnosis, Flops, SpeedMonitor, Timings
-from lightning_perf.cli import main, training
+from lightning_perf.cli import main, runs
 from lightning_perf.run import summary as run_summary
 from lightning_perf.tracking.runs import latest_folder
 from lightning_perf.tracking.summary import read_summary
@@ -73,7 +73,7 @@ class RunsDuringTraining(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 4:
-            self.folder = until(lambda: training._folder_of(os.getpid()))
+            self.folder = until(lambda: runs._folder_of(os.getpid()))
         elif trainer.global_step == 12:
             until(lambda: self.look()["last"] > 0)
 
@@ -110,7 +110,7 @@ def test_a_run_leaves_its_figures_during_training(
     final = read_summary(folder / "summary.json")
     assert final["status"] == "finished"
     assert final["stages"]["train"]["whole_run"]["batches"] == 16
-    assert training._folder_of(os.getpid()) is None
+    assert runs._folder_of(os.getpid()) is None
 
 
 def test_the_summary_is_not_refreshed_too_often(
@@ -164,7 +164,7 @@ def test_updates_are_printed_as_text_or_json(
             if status := next(steps):
                 left(folder, status=status)
 
-        monkeypatch.setattr(training.time, "sleep", wait)
+        monkeypatch.setattr(runs.time, "sleep", wait)
         code, out, _ = call(capsys, "watch", str(folder), *(["--json"] if json_lines else []))
         lines = out.splitlines(keepends=True)
         assert code == 0
@@ -244,7 +244,7 @@ def test_children_of_other_users_are_left_alone() -> None:
     own = subprocess.Popen(["sleep", "60"])
     try:
         with process_of_another_user() as pid:
-            below = training.descendants(os.getpid())
+            below = runs.descendants(os.getpid())
             assert own.pid in below
             assert pid not in below
     finally:
@@ -264,8 +264,8 @@ def test_the_children_of_a_launcher_are_searched(tmp_path: Path) -> None:
         assert launcher.stdout is not None
         launcher.stdout.readline()
         try:
-            assert training._folder_of(launcher.pid) == folder
-            assert len(training.descendants(launcher.pid)) == 1
+            assert runs._folder_of(launcher.pid) == folder
+            assert len(runs.descendants(launcher.pid)) == 1
         finally:
             os.killpg(launcher.pid, signal.SIGKILL)
 
@@ -286,7 +286,7 @@ def test_a_run_in_mlflow(
 def test_the_terminal_view_shows_the_figures() -> None:
     """It shows metrics, times and verdicts, and their age."""
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(training._view(training.Seen(a_summary(), time.time())))
+    console.print(runs._view(runs.Seen(a_summary(), time.time())))
     text = console.export_text()
     for part in ("owl: running, updated 0 s ago", "MFU", "25%", "forward", "input-bound (warning)"):
         assert part in text

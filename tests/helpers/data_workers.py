@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from helpers.small import Small
-from lightning_perf.profilers.recording import OpenRecording
+from lightning_perf.profilers.base import OpenRecording
 
 
 class Work(Dataset[list[torch.Tensor]]):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from lightning_perf.traces.tables import Row, key_averages, read, table
+from lightning_perf.traces.summary import Row, key_averages, read, table
 
 
 def rows_of(folder: Path, events: list[dict[str, Any]]) -> list[Row]:
@@ -112,9 +112,9 @@ def test_frames_of_python_come_after_the_operators(tmp_path: Path) -> None:
     assert operator.name.startswith("aten::")
     assert (frame.calls, frame.own["cpu"]) == (3, 270_000)
     *_, first, line = table([operator, frame]).splitlines()
-    assert first.startswith(f"aten::{'y' * 51}... ")
+    assert first.startswith(f"aten::{'y' * 71}... ")
     assert line.startswith("...xxx")
-    assert line[60 - len("run of Engine object>") :].startswith("run of Engine object> ")
+    assert line[80 - len("run of Engine object>") :].startswith("run of Engine object> ")
 
 
 def test_threads_do_not_nest_into_each_other(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from helpers import TESTS
 
 from lightning_perf.core.progress import Ranks, Timestamp
 from lightning_perf.errors import ConfigError
-from lightning_perf.traces.folder import conflicts
 from lightning_perf.traces.names import (
     NameFormat,
     file_format,
@@ -17,6 +16,7 @@ from lightning_perf.traces.names import (
     run_values,
     time_values,
 )
+from lightning_perf.traces.writer import conflicts
 
 CASES = json.loads((TESTS / "data" / "composer_cases.json").read_text())
 RANKS = Ranks(global_rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_perf.core.progress import Ranks
-from lightning_perf.traces.folder import MARKER, RunFolder, distinct_name
+from lightning_perf.traces.writer import MARKER, RunFolder, distinct_name
 
 FOLDER = "{run_name}/torch_traces"
 

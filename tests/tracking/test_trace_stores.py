@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 
 from lightning_perf import PyTorch, VizTracer
 from lightning_perf.errors import ConfigError, PerfWarning
-from lightning_perf.traces.folder import distinct_name
+from lightning_perf.traces.writer import distinct_name
 from lightning_perf.tracking.tracker import store_target
 
 
