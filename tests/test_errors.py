@@ -90,7 +90,7 @@ def test_a_busy_recorder_names_both_and_a_remedy():
 
 
 @pytest.mark.parametrize("kind", [DeprecationWarning, FutureWarning, UserWarning])
-@pytest.mark.parametrize("module", ["lightning_perf", "lightning_perf.charts.memory"])
+@pytest.mark.parametrize("module", ["lightning_perf", "lightning_perf.profilers.programs"])
 def test_warning_filters_of_tests_do_not_match_our_modules(module, kind):
     """Filters for other packages, such as lightning, do not match ours."""
     with pytest.raises(kind, match="planted"):

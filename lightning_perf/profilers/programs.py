@@ -20,13 +20,266 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
-from lightning_perf.charts.memory import history, memory_page, of_points, segments
+from lightning_perf.charts import (
+    COLOURS,
+    OTHER,
+    PALETTE,
+    Areas,
+    Bar,
+    FlameGraph,
+    Heading,
+    Layer,
+    Part,
+    Table,
+    fold,
+    page,
+    ticks,
+)
 from lightning_perf.files import write_text
-from lightning_perf.units import bytes_text
+from lightning_perf.units import bytes_text, bytes_unit, counted, duration, time_unit
+
+# -- memory over time ----------------------------------------------------------------------------
+
+#: Torch's categories, in the order of its columns.
+CATEGORIES = (
+    "Parameter", "Optimizer state", "Input", "Temporary", "Activation", "Gradient",
+    "Autograd detail", "Unknown",
+)  # fmt: skip
+#: Layers in grey.
+_GREY = ("Unknown", "other lines")
+#: Windows of a chart; each shows the moment with the most memory.
+_WINDOWS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Memory in use, from each time to the next."""
+
+    #: Microseconds, ascending.
+    times: Sequence[float]
+    #: Bytes at each time, by category.
+    sizes: Sequence[Sequence[int]]
+    categories: Sequence[str]
+
+    @property
+    def peak(self) -> int:
+        """The index of the time with the most memory in use."""
+        return max(range(len(self.times)), key=lambda index: sum(self.sizes[index]))
+
+
+def of_points(times: Sequence[int], sizes: Sequence[Sequence[int]]) -> Timeline:
+    """A timeline of what ``export_memory_timeline`` of torch.profiler writes.
+
+    Its times are microseconds; its sizes are bytes by category, after a zero.
+    """
+    # Torch estimates what was allocated before the recording, so that a sum may be negative.
+    return Timeline(times, [[max(size, 0) for size in row[1:]] for row in sizes], CATEGORIES)
+
+
+def memory_page(timeline: Timeline, device: str) -> str:
+    """A page with the chart, and what the memory was used for at its peak."""
+    shown = memory_areas(timeline) if timeline.times else "No allocation was recorded."
+    return page(f"Memory timeline of {device}", [shown])
+
+
+def memory_areas(timeline: Timeline) -> Areas:
+    """The chart of a timeline, with sizes and shares at the peak as its legend."""
+    peak, start = timeline.peak, timeline.times[0]
+    span = (timeline.times[-1] - start) / 1e6 or 1e-6
+    most, sizes, width = sum(timeline.sizes[peak]), _windows(timeline), span / _WINDOWS
+    scale, unit = time_unit(span)
+    when = duration((timeline.times[peak] - start) / 1e6)
+    return Areas(
+        edges=[width * window for window in range(_WINDOWS + 1)],
+        windows=[f"{width * window * scale:.3f} {unit}" for window in range(_WINDOWS)],
+        layers=[
+            Layer(
+                name,
+                COLOURS[OTHER] if name in _GREY else PALETTE[index % len(PALETTE)],
+                [row[index] for row in sizes],
+                timeline.sizes[peak][index],
+                timeline.sizes[peak][index] / (most or 1),
+            )
+            for index, name in enumerate(timeline.categories)
+        ],
+        top=most * 1.04 or 1.0,
+        unit=bytes_unit,
+        text=bytes_text,
+        x_ticks=[(tick / scale, f"{tick:,.10g}") for tick in ticks(0.0, span * scale)],
+        x_label=f"time in {unit}",
+        y_label="",
+        legend=("at the peak", "memory", "share"),
+        summary=f"Peak {bytes_text(most)}, {when} after the first of {len(timeline.times):,} "
+        "changes.",
+    )
+
+
+def _windows(timeline: Timeline) -> list[Sequence[int]]:
+    """The sizes in windows of equal length: in each, those with the largest sum."""
+    first, before = timeline.times[0], timeline.sizes[0]
+    windows: list[Sequence[int]] = []
+    width = (timeline.times[-1] - first) / _WINDOWS or 1.0
+    for time, sizes in zip(timeline.times, timeline.sizes, strict=True):
+        window = min(int((time - first) / width), _WINDOWS - 1)
+        windows += [before] * (window + 1 - len(windows))
+        windows[window] = max(windows[window], sizes, key=sum)
+        before = sizes
+    return windows + [before] * (_WINDOWS - len(windows))
+
+
+# -- snapshots of the CUDA allocator ---------------------------------------------------------------
+
+Snapshot = dict[str, Any]
+Frames = Sequence[dict[str, Any]]
+
+#: Time and size of an allocation, or of a free with a negative size, and the allocation's stack.
+_Change: TypeAlias = tuple[int, int, "Frames | None"]
+
+#: Source lines with a layer of their own in a chart; the others share one.
+_LAYERS = 6
+_OTHER_LINES, _BEFORE = "other lines", "allocated before the recording"
+_IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")
+_BLOCKS = dict.fromkeys(_IN_USE, COLOURS["to_device"]) | {"active_allocated": COLOURS["backward"]}
+#: Frames of these are not the user's code.
+_LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "/lightning_fabric/")
+#: Only the largest segments are drawn.
+_MOST_SEGMENTS = 500
+
+
+def history(snapshot: Snapshot) -> str:
+    """A page about memory over time by source line, and the stacks at the peak."""
+    parts = [
+        part
+        for number, events in enumerate(snapshot["device_traces"])
+        if events
+        for part in _device_history(number, events, snapshot["segments"])
+    ]
+    return page("Memory history", parts or ["No history was recorded: no window was open."])
+
+
+def _device_history(
+    number: int, events: list[dict[str, Any]], segments: list[Any]
+) -> Iterator[Part]:
+    here = (each for each in segments if each.get("device", 0) == number)
+    memory, stacks = of_history(events, (b for each in here for b in each["blocks"] if _in_use(b)))
+    yield Heading(f"Device {number}")
+    for event in events:
+        if event["action"] == "oom":
+            free = bytes_text(event.get("device_free", 0))
+            size = bytes_text(event["size"])
+            yield f"An allocation of {size} failed; the device had {free} free."
+    yield memory_areas(memory)
+    yield FlameGraph(fold(stacks), "Allocated at the peak", bytes_text)
+
+
+def segments(snapshot: Snapshot) -> str:
+    """A page about the blocks in each segment that the allocator took from the device."""
+    found = sorted(snapshot["segments"], key=lambda each: -each["total_size"])
+    used = sum(_in_use(block) for segment in found for block in segment["blocks"])
+    total = sum(segment["total_size"] for segment in found)
+    shown = f" Shown: the largest {_MOST_SEGMENTS}." if len(found) > _MOST_SEGMENTS else ""
+    count = counted(len(found), "segment")
+    summary = f"{count} of {bytes_text(total)}, {bytes_text(used)} in use.{shown}"
+    legend = (
+        "Blue: allocated. Yellow: waits for a stream. Grey: free. A bar is as long as its segment, "
+        "relative to the largest one."
+    )
+    rows = [_segment_row(segment, found[0]["total_size"]) for segment in found[:_MOST_SEGMENTS]]
+    table = Table(("device, stream, address", "size", "in use", "blocks"), rows)
+    return page("Segments of the allocator", [summary, legend, table])
+
+
+def of_history(
+    events: Iterable[dict[str, Any]], in_use: Iterable[dict[str, Any]]
+) -> tuple[Timeline, list[tuple[list[str], int]]]:
+    """Memory of one device over time by source line, and the stacks at the peak.
+
+    ``in_use`` are the blocks that are allocated after the last event.
+    """
+    changes, before = _changes(events, in_use)
+    totals = list(accumulate((size for _, size, _ in changes), initial=before))
+    peak = totals.index(max(totals))
+    by_stack: Counter[tuple[str, ...]] = Counter()
+    by_line: Counter[str] = Counter()
+    for _, size, frames in changes[:peak]:
+        by_stack[_stack(frames)] += size
+        by_line[_line(frames)] += size
+    by_line.pop(_BEFORE, None)
+    largest = [name for name, size in by_line.most_common(_LAYERS) if size > 0]
+    names = [*largest, _OTHER_LINES, _BEFORE]
+    sizes = dict.fromkeys(names, 0) | {_BEFORE: before}
+    rows, times = [tuple(sizes.values())], [changes[0][0] if changes else 0]
+    for time, size, frames in changes:
+        line = _line(frames)
+        sizes[line if line in sizes else _OTHER_LINES] += size
+        rows.append(tuple(sizes.values()))
+        times.append(time)
+    stacks = [(list(stack), size) for stack, size in by_stack.items() if stack and size > 0]
+    kept = before + by_stack[()]
+    if kept > 0:
+        stacks.append(([_BEFORE], kept))
+    return Timeline(times, rows, names), stacks
+
+
+def _changes(
+    events: Iterable[dict[str, Any]], in_use: Iterable[dict[str, Any]]
+) -> tuple[list[_Change], int]:
+    """Allocations and frees, and the bytes that were allocated before the first of them."""
+    live: dict[int, Frames] = {}
+    changes: list[_Change] = []
+    before = 0
+    for number, event in enumerate(events):
+        action, time = event["action"], event.get("time_us", number)
+        if action == "alloc":
+            live[event["addr"]] = event["frames"]
+            changes.append((time, event["size"], event["frames"]))
+        elif action == "free_completed":
+            frames = live.pop(event["addr"], None)
+            before += event["size"] if frames is None else 0
+            changes.append((time, -event["size"], frames))
+    before += sum(block["size"] for block in in_use if block["address"] not in live)
+    return changes, before
+
+
+def _in_use(block: dict[str, Any]) -> int:
+    return int(block["size"]) if block["state"] in _IN_USE else 0
+
+
+def _segment_row(segment: dict[str, Any], largest: int) -> tuple[str, str, str, Bar]:
+    parts = []
+    for block in segment["blocks"]:
+        stack = " < ".join(reversed(_stack(block.get("frames")))) or "no stack was recorded"
+        title = f"{bytes_text(block['size'])}, {block['state']}: {stack}"
+        parts.append((block["size"] / largest, _BLOCKS.get(block["state"], COLOURS[OTHER]), title))
+    used = sum(map(_in_use, segment["blocks"])) / (segment["total_size"] or 1)
+    name = f"{segment.get('device', 0)}, {segment['stream']}, {segment['address']:#x}"
+    return name, bytes_text(segment["total_size"]), f"{used:.0%}", Bar(parts)
+
+
+def _stack(frames: Frames | None) -> tuple[str, ...]:
+    """Calls from the outermost to the innermost."""
+    return tuple(map(_call, reversed(frames or ())))
+
+
+def _line(frames: Frames | None) -> str:
+    """The innermost source line outside of libraries."""
+    if not frames:
+        return _BEFORE if frames is None else _OTHER_LINES
+    own = (f for f in frames if not any(part in f["filename"] for part in _LIBRARIES))
+    return _call(next(own, frames[0]))
+
+
+def _call(frame: dict[str, Any]) -> str:
+    return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
+
+
+# -- captures of memray --------------------------------------------------------------------------
 
 #: Source lines in each table of memory.
 _LINES = 15
@@ -109,6 +362,9 @@ def _table(title: str, sizes: Counter[Location]) -> Iterator[str]:
 
 def _number(name: str, value: int) -> str:
     return f"{value:,}" if name == "total_allocations" else f"{bytes_text(value)} ({value:,} bytes)"
+
+
+# -- traces, and the command ---------------------------------------------------------------------
 
 
 def merge(target: Path, others: Sequence[Path]) -> None:

@@ -108,6 +108,14 @@ _TEXT = re.compile(rf"first\s+{_TIME}|(?:(every|at)\s+)?{_TIME}(?:\s+for\s+{_TIM
 _SHARED_UNITS = {TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.DURATION}
 
 
+class _Constant(Schedule):
+    """Base of schedules that give every batch of a stage the same answer."""
+
+    def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
+        """Return `FOREVER`."""
+        return FOREVER
+
+
 class Always(Schedule):
     """True for every batch, in a single window.
 
@@ -123,7 +131,7 @@ class Always(Schedule):
         return 0
 
 
-class Never(Schedule):
+class Never(_Constant):
     """True for no batch.
 
     Example:
@@ -132,10 +140,6 @@ class Never(Schedule):
     """
 
     word, shared = "never", True
-
-    def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
-        """Return `FOREVER`."""
-        return FOREVER
 
     def window(self, moment: Moment) -> Hashable | None:  # noqa: ARG002
         """Return None."""
@@ -423,14 +427,6 @@ class Cyclic(Schedule):
         cycle = max(0, (batch - self.skip_first) // length)
         begins = self.skip_first + cycle * length + inactive
         return FOREVER if self.repeat and cycle >= self.repeat else begins
-
-
-class _Constant(Schedule):
-    """Base of schedules that give every batch of a stage the same answer."""
-
-    def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
-        """Return `FOREVER`."""
-        return FOREVER
 
 
 class _Ranks(_Constant):

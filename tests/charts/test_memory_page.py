@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_perf.charts.memory import (
+from lightning_perf.profilers.programs import (
     CATEGORIES,
     Timeline,
     memory_areas,

@@ -14,7 +14,7 @@ from helpers.small import Records, Small, left_in, ours, trainer
 from torch.cuda import _memory_viz
 
 from lightning_perf import Memray, PerfWarning, Profiler, PyTorch
-from lightning_perf.charts.memory import history, of_history, segments
+from lightning_perf.profilers.programs import history, of_history, segments
 from lightning_perf.profilers.tools import run_program
 
 MIB = 1 << 20
