@@ -179,20 +179,6 @@ class Links:
         return [(name, f"./{quote(path)}") for name, path in self.files]
 
 
-@dataclass(frozen=True, slots=True)
-class HeatMap:
-    """A picture with a value per row and column, from the top left."""
-
-    #: A ``data:`` URL, so that the page loads nothing.
-    image: str
-    #: Positions as shares of the axis, and labels.
-    y_ticks: Sequence[tuple[float, str]]
-    x_ticks: Sequence[tuple[float, str]]
-    x_label: str
-    summary: str
-    notes: tuple[str, ...] = ()
-
-
 # -- flame graphs: in a page, or as files that any browser opens without a network ----------------
 
 #: Frames with a smaller share of the picture are left out.
@@ -274,7 +260,7 @@ class _Box(NamedTuple):
 
 # -- pages ----------------------------------------------------------------------------------------
 
-Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | HeatMap | Links"
+Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | Links"
 
 
 def page(title: str, parts: Iterable[Part]) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import struct
-import zlib
-from base64 import b64encode
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +15,6 @@ from lightning_perf.charts import (
     Areas,
     Bar,
     Heading,
-    HeatMap,
     Layer,
     Links,
     Part,
@@ -108,7 +104,9 @@ def _ranks(summary: Summary) -> Iterator[Part]:
     steps, lateness = ranks.get("last") or (), ranks.get("lateness") or ()
     if steps and lateness and {len(row) for row in lateness} == {len(steps)}:
         yield Heading("Ranks that the others wait for")
-        yield heatmap(steps, lateness, int((summary.get("setup") or {}).get("world_size") or 1))
+        yield "Own work per batch, without waiting, above the median rank; the latest ranks first."
+        world_size = int((summary.get("setup") or {}).get("world_size") or 1)
+        yield lateness_table(steps, lateness, world_size)
 
 
 def _system(summary: Summary) -> Iterator[Part]:
@@ -261,45 +259,32 @@ def costs(table: Sequence[Share]) -> Table:
 
 # -- how late each rank is ------------------------------------------------------------------------
 
-_RANKS_COLOUR = (219, 78, 16)
+#: Rows of the table, and its colour.
+_MOST_RANKS, _LATE = 64, "219 78 16"
 
 
-def heatmap(steps: Sequence[float], lateness: Sequence[Sequence[float]], ranks: int = 0) -> HeatMap:
-    """A picture of how much longer each rank's own work takes, over the steps.
+def lateness_table(
+    steps: Sequence[float], lateness: Sequence[Sequence[float]], ranks: int = 0
+) -> Table:
+    """How much longer each rank's own work takes, over the steps; the latest rank first.
 
     For each window, ``steps`` has its last step. ``lateness`` has one row per rank, in seconds per
     batch above the median rank; of more ``ranks`` than rows, several share a row.
     """
-    table = np.array(lateness, dtype=float).clip(min=0.0)
-    top = float(table.max())
-    latest = int(table.mean(axis=1).argmax())
-    ranks = max(ranks, len(table))
-    each = -(-ranks // len(table))
-    alpha = (255 * table / (top or 1.0)).round().astype(np.uint8)
-    mean = duration(float(table[latest].mean()))
-    name = f"rank {latest * each}" if each == 1 else f"among ranks {latest * each} and following"
-    return HeatMap(
-        image="data:image/png;base64," + b64encode(_image(alpha)).decode(),
-        y_ticks=[(0.0, "rank 0"), (1.0, f"rank {ranks - 1:,}")],
-        x_ticks=[(0.0, f"{steps[0]:,.0f}"), (1.0, f"{steps[-1]:,.0f}")],
-        x_label="step",
-        summary=(
-            f"Own work per batch, without waiting, above the median rank: from nothing (blank) to "
-            f"{duration(top)} (full colour). The latest on average is {name} ({mean})."
-        ),
-        notes=(f"Each row is the latest of {each} ranks.",) if each > 1 else (),
-    )
-
-
-def _image(alpha: NDArray[np.uint8]) -> bytes:
-    """A picture in one colour, with an opacity per pixel."""
-    height, width = alpha.shape
-    pixels = np.empty((height, width, 4), np.uint8)
-    pixels[..., :3], pixels[..., 3] = _RANKS_COLOUR, alpha
-    lines = b"".join(b"\0" + row.tobytes() for row in pixels)
-    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in chunks
-    )
+    values = np.array(lateness, dtype=float).clip(min=0.0)
+    top, means = float(values.max()) or 1.0, values.mean(axis=1)
+    each = -(-max(ranks, len(values)) // len(values))
+    rows = []
+    for row in np.argsort(-means, kind="stable")[:_MOST_RANKS].tolist():
+        times = values[row].tolist()
+        parts = [
+            (
+                1 / len(times),
+                f"rgb({_LATE} / {time / top:.0%})",
+                f"step {step:,.0f}: {duration(time)}",
+            )
+            for step, time in zip(steps, times, strict=True)
+        ]
+        name = f"{row * each}" if each == 1 else f"latest of {each} from {row * each} on"
+        rows.append((name, duration(float(means[row])), duration(max(times)), Bar(parts)))
+    return Table(("rank", "on average", "at most", "over the steps"), rows)

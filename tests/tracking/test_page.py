@@ -90,14 +90,15 @@ def test_the_chart_has_all_time(
     assert values[1][-1] > 0
 
 
-def test_late_ranks_are_a_picture() -> None:
-    """The latest rank is named; of many ranks several share a row."""
+def test_late_ranks_are_a_table() -> None:
+    """The latest rank comes first; of many ranks several share a row."""
     ranks = {"last": [3, 9], "lateness": [[0.0, 0.0], [0.25, 0.75]]}
     page = report_page(summary(ranks=ranks))
-    assert "The latest on average is rank 1 (500 ms)." in page
+    first, second = re.findall(r"<tr><td>(\d)</td><td>(.*?)</td><td>(.*?)</td>", page)
+    assert (first, second[0]) == (("1", "500 ms", "750 ms"), "0")
+    assert 'background: rgb(219 78 16 / 33%)" title="step 3: 250 ms"' in page
     page = report_page(summary(ranks=ranks, setup={"world_size": 8}))
-    assert "Each row is the latest of 4 ranks." in page
-    assert "among ranks 4 and following" in page
+    assert "<td>latest of 4 from 4 on</td><td>500 ms</td>" in page
 
 
 def test_names_cannot_leave_their_place() -> None:
