@@ -108,14 +108,6 @@ _TEXT = re.compile(rf"first\s+{_TIME}|(?:(every|at)\s+)?{_TIME}(?:\s+for\s+{_TIM
 _SHARED_UNITS = {TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.DURATION}
 
 
-class _Constant(Schedule):
-    """Base of schedules that give every batch of a stage the same answer."""
-
-    def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
-        """Return `FOREVER`."""
-        return FOREVER
-
-
 class Always(Schedule):
     """True for every batch, in a single window.
 
@@ -131,7 +123,7 @@ class Always(Schedule):
         return 0
 
 
-class Never(_Constant):
+class Never(Schedule):
     """True for no batch.
 
     Example:
@@ -140,6 +132,10 @@ class Never(_Constant):
     """
 
     word, shared = "never", True
+
+    def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
+        """Return `FOREVER`."""
+        return FOREVER
 
     def window(self, moment: Moment) -> Hashable | None:  # noqa: ARG002
         """Return None."""
@@ -427,6 +423,14 @@ class Cyclic(Schedule):
         cycle = max(0, (batch - self.skip_first) // length)
         begins = self.skip_first + cycle * length + inactive
         return FOREVER if self.repeat and cycle >= self.repeat else begins
+
+
+class _Constant(Schedule):
+    """Base of schedules that give every batch of a stage the same answer."""
+
+    def quiet_until(self, moment: Moment) -> int:  # noqa: ARG002
+        """Return `FOREVER`."""
+        return FOREVER
 
 
 class _Ranks(_Constant):

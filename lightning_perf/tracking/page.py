@@ -276,13 +276,9 @@ def lateness_table(
     each = -(-max(ranks, len(values)) // len(values))
     rows = []
     for row in np.argsort(-means, kind="stable")[:_MOST_RANKS].tolist():
-        times = values[row].tolist()
+        times, width = values[row].tolist(), 1 / len(steps)
         parts = [
-            (
-                1 / len(times),
-                f"rgb({_LATE} / {time / top:.0%})",
-                f"step {step:,.0f}: {duration(time)}",
-            )
+            (width, f"rgb({_LATE} / {time / top:.0%})", f"step {step:,.0f}: {duration(time)}")
             for step, time in zip(steps, times, strict=True)
         ]
         name = f"{row * each}" if each == 1 else f"latest of {each} from {row * each} on"
