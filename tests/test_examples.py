@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_perf.tracking.runs import latest_folder
+from lightning_perf.tracking.runs import folders_of
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.slow
@@ -26,9 +26,7 @@ def run(name: str) -> dict[str, Any]:
     """Run a script in the test's working directory, and read the summary that it writes."""
     torch.set_num_threads(1)  # a fork cannot inherit the threads of an earlier test
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    folder = latest_folder(Path())
-    assert folder is not None
-    return dict(read_summary(folder / "summary.json"))
+    return dict(read_summary(folders_of(Path())[-1] / "summary.json"))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

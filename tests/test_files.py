@@ -35,7 +35,7 @@ from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.summary import summarize
 from lightning_perf.traces.uploads import PendingUpload, append_pending
 from lightning_perf.traces.writer import RunFolder
-from lightning_perf.tracking.runs import latest_folder
+from lightning_perf.tracking.runs import folders_of
 from lightning_perf.tracking.summary import SummaryError, read_summary
 
 PACKAGE = Path(__file__).parent.parent / "lightning_perf"
@@ -64,7 +64,7 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
 #: Every reader of files that others may have made: the file's name, and what it may raise.
 READERS: dict[str, tuple[str, Callable[[Path], object], tuple[type[Exception], ...]]] = {
     "summary": ("summary.json", read_summary, (SummaryError,)),
-    "folders": ("summary.json", lambda path: latest_folder(path.parent), ()),
+    "folders": ("summary.json", lambda path: folders_of(path.parent), ()),
     "trace": ("rank0.3.json", summarize, (TraceError, OSError)),
     "combine": (
         "rank0.3.json",

@@ -103,7 +103,6 @@ class Areas:
     #: Headings of the legend.
     legend: tuple[str, str, str]
     summary: str = ""
-    notes: tuple[str, ...] = ()
 
     @property
     def y_ticks(self) -> list[tuple[float, str]]:

@@ -194,8 +194,7 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
         x_label="step",
         y_label=" per batch",
         legend=("category", "per batch", "share"),
-        summary=summary if layers else "No batch was timed.",
-        notes=(cut,) if cut else (),
+        summary=f"{summary}{cut}" if layers else "No batch was timed.",
     )
 
 
@@ -236,7 +235,7 @@ def _top(steps: Sequence[int], totals: Numbers) -> tuple[float, str]:
     top = _PEAK / 2 * usual
     at, points = f"{steps[int(totals.argmax())]:,}", int((totals > top).sum())
     cut = f"{points} peaks are" if points > 1 else "One peak is"
-    return top, f"{cut} cut off (up to {duration(highest)}, at step {at})."
+    return top, f". {cut} cut off (up to {duration(highest)}, at step {at})."
 
 
 def costs(table: Sequence[Share]) -> Table:

@@ -144,16 +144,10 @@ def folders_of(root: Path, name: str | None = None) -> list[Path]:
     return [folder for trained, _, folder in sorted(found) if trained == trains]
 
 
-def latest_folder(root: Path, name: str | None = None) -> Path | None:
-    """The last of `folders_of`."""
-    found = folders_of(root, name)
-    return found[-1] if found else None
-
-
 def folder_of(path: Path) -> Path:
     """The folder of a run's file, of a run, or of the latest run below a folder."""
     folder = path.parent if path.is_file() else path
-    found = folder if (folder / FILE_NAME).exists() else latest_folder(folder)
+    found = folder if (folder / FILE_NAME).exists() else next(reversed(folders_of(folder)), None)
     if found is None and not path.is_file():
         above = [each for each in folder.absolute().parents if (each / FILE_NAME).is_file()]
         advice = f". Try {above[0]}" if above else ""

@@ -24,7 +24,7 @@ from rich.console import Console
 from lightning_perf import Diagnosis, Flops, SpeedMonitor, Timings
 from lightning_perf.cli import main, runs
 from lightning_perf.run import summary as run_summary
-from lightning_perf.tracking.runs import latest_folder
+from lightning_perf.tracking.runs import folders_of
 from lightning_perf.tracking.summary import read_summary
 
 BOUND = 60.0
@@ -146,10 +146,10 @@ def test_a_prediction_is_not_the_latest_run(tmp_path: Path) -> None:
     for age, (name, status) in enumerate([("train", "finished"), ("predict", "finished")]):
         folders[name] = left(tmp_path / name, status=status, stages={name: {}})
         os.utime(folders[name] / "summary.json", (age, age))
-    assert latest_folder(tmp_path) == folders["train"]
-    assert latest_folder(folders["predict"]) == folders["predict"]
+    assert folders_of(tmp_path)[-1] == folders["train"]
+    assert folders_of(folders["predict"])[-1] == folders["predict"]
     left(tmp_path / "predict", status="running", stages={"predict": {}})
-    assert latest_folder(tmp_path) == folders["predict"]
+    assert folders_of(tmp_path)[-1] == folders["predict"]
 
 
 def test_updates_are_printed_as_text_or_json(
