@@ -131,7 +131,7 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         console.print(f"No traces of ranks {', '.join(map(str, missing[:10]))}{more}.")
     for trace in traces[1:]:
         if trace.error is None:
-            console.print(f"rank {trace.rank}: nothing in common with rank 0, clock as it is")
+            console.print(f"rank {trace.rank}: no collective in common with rank 0, clock as it is")
             continue
         shift = abs(trace.correction) / 1e6
         text = f"shifted by {duration(shift)}" if shift else "not shifted"

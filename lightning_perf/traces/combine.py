@@ -143,7 +143,8 @@ def scan(trace: RankTrace) -> None:
         trace.head["world_size"] = int(trace.head.get("world_size", 0))
         if trace.head["world_size"] > _MOST_RANKS:
             raise ValueError(f"its world_size is {trace.head['world_size']:,}")
-        trace.base = microseconds(trace.head.get("baseTimeNanoseconds", 0) / 1e3)
+        head = trace.head.get("viztracer_metadata", trace.head)
+        trace.base = microseconds(head.get("baseTimeNanoseconds", 0) / 1e3)
     # NCCL's annotations on the host end when the kernel is launched: the kernels are more exact.
     exact = {name: markers for name, markers in collectives.items() if name.startswith(_DEVICE)}
     trace.collectives = {name: sorted(markers) for name, markers in (exact or collectives).items()}

@@ -142,11 +142,16 @@ def test_busy_ranks_are_aligned_by_their_shortest_delays(last: int | None) -> No
         assert trace.error < 1000
 
 
-def test_the_time_base_of_torch_is_used(tmp_path: Path) -> None:
-    """Hosts may have different bases; the events were simultaneous."""
-    torch_trace(tmp_path / "in", 0, 2e6, baseTimeNanoseconds=10**15)
-    torch_trace(tmp_path / "in", 1, 0.0, baseTimeNanoseconds=10**15 + 2 * 10**9)
-    events = merged(tmp_path / "in")["traceEvents"]
+@pytest.mark.parametrize("key", ["", "viztracer_metadata"])
+def test_the_time_base_of_the_tool_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    """Hosts may have different bases; the events were simultaneous, and no clock is corrected."""
+    for rank, base in enumerate((10**15, 10**15 + 2 * 10**9)):
+        head = {"baseTimeNanoseconds": base}
+        torch_trace(tmp_path / "in", rank, 0.0 if rank else 2e6, **({key: head} if key else head))
+    events = merged(tmp_path / "in", "--json")["traceEvents"]
+    assert json.loads(capsys.readouterr().out)["ranks"][1]["clock_shift_us"] < 100
     starts = [event["ts"] for event in events if event["name"] == ALL_REDUCE]
     assert starts[:10] == pytest.approx(starts[10:], abs=60)
 
@@ -292,8 +297,11 @@ def test_traces_of_four_real_ranks_are_merged(
     named = {e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert {f"rank {rank}" for rank in range(4)} <= named
     printed = capsys.readouterr().out
+    clock = "clock not shifted, residual error"
+    if profiler is VizTracer:  # which sees no collectives of gloo
+        clock = "no collective in common with rank 0, clock as it is"
     for rank in (1, 2, 3):
-        assert f"rank {rank}: clock not shifted, residual error" in printed
+        assert f"rank {rank}: {clock}" in printed
     if profiler is PyTorch:
         assert "Rank 2 came last to 100% of 4 collectives of 4 ranks." in printed
 
