@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 from typing_extensions import override
 
 from lightning_perf.core.window import Window
-from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of
+from lightning_perf.diagnosis.rules.ranks import RecentWork, Straggler, lateness_table
 from lightning_perf.run.window_callback import WindowCallback
-from lightning_perf.run.window_log import TIMES, WindowLog, rounded
+from lightning_perf.run.window_log import TIMES, WindowLog
 from lightning_perf.schedule import Schedule
 from lightning_perf.timing.totals import Share
 
 if TYPE_CHECKING:
     from lightning_perf.run.run import Run
 
-#: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
-_MOST_RANKS = 512
-#: The number of windows in which a straggler is searched.
-_RECENT = 10
 #: The columns that Determined tracks in training.
 _DETERMINED = (
     "timings/dataloader_next", "timings/to_device", "timings/train_batch",
@@ -78,7 +72,7 @@ class Timings(WindowCallback):
         self._log: WindowLog | None = None
         #: The rank or node that the others wait for, in the last windows.
         self.straggler: Straggler | None = None
-        self._work: deque[Work] = deque(maxlen=_RECENT)
+        self._work = RecentWork()
         # Seconds per batch, and batches, in the last report of the run's main stage.
         self._last: dict[str, float] = {}
         self._last_batches = 0
@@ -100,8 +94,7 @@ class Timings(WindowCallback):
     @override
     def prepare(self, context: Run) -> None:
         self._log = self.straggler = None
-        self.table, self._stage, self._last = [], "", {}
-        self._work.clear()
+        self.table, self._stage, self._last, self._work = [], "", {}, RecentWork()
         if context.ranks.world_size > 1:
             self.columns = (*Timings.columns, "waits/*")
             self.units = {
@@ -131,21 +124,9 @@ class Timings(WindowCallback):
         if window.stage == self._stage:
             self._last, self._last_batches = found, window.batches
         if window.stage == "train" and window.world_size > 1:
-            return found | self._find_straggler(window)
+            self.straggler, metrics = self._work.add(window)
+            return found | metrics
         return found
-
-    def _find_straggler(self, window: Window) -> dict[str, float]:
-        # The first batch of a run is slow for other reasons.
-        if self._log is not None and window.first.batch > self._log.reports[0].stamp.batch:
-            self._work.append(work_of(window))
-        found = self.straggler = straggler_of(self._work)
-        none = -1.0
-        return {
-            "straggler/rank": none if found is None or found.rank is None else found.rank,
-            "straggler/node": none if found is None else found.node,
-            "straggler/phase": none if found is None else list(PHASES).index(found.phase),
-            "straggler/share": 0.0 if found is None else found.share,
-        }
 
     def _complete(self, window: Window) -> None:
         """The time after the last batch belongs to the last report."""
@@ -169,7 +150,7 @@ class Timings(WindowCallback):
         sections: dict[str, object] = {"culprits": [row._asdict() for row in self.table]}
         windows = [each for each in self._log.windows()[1:] if each.batches]  # without the warm-up
         if windows and self._stage == "train" and windows[0].world_size > 1:
-            sections["ranks"] = _ranks_table(windows)
+            sections["ranks"] = lateness_table(windows)
         return sections
 
 
@@ -205,17 +186,3 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         if several > 1:
             found |= window.spread(column, per).metrics(column)
     return found
-
-
-def _ranks_table(windows: Sequence[Window]) -> dict[str, Any]:
-    """How late each rank was: the last step of each window, and seconds per batch by rank.
-
-    With many ranks, several share a list, which has the latest of them.
-    """
-    lateness = np.stack([work_of(window).lateness for window in windows], axis=1)
-    each = -(-len(lateness) // _MOST_RANKS)
-    lateness = np.maximum.reduceat(lateness, np.arange(0, len(lateness), each), axis=0)
-    return {
-        "last": [window.step for window in windows],
-        "lateness": [rounded(row, 3) for row in lateness.clip(min=0.0)],
-    }

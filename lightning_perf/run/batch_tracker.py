@@ -44,7 +44,8 @@ class BatchTracker:
         batches: BatchTotals,
         windows: Windows,
     ) -> None:
-        self._trainer, self._stages, self._spans = trainer, stages, spans
+        self._trainer: Any = trainer
+        self._stages, self._spans = stages, spans
         self._meter, self._batches, self._windows = meter, batches, windows
         #: Counts samples and tokens, from the first stage on.
         self.counter: BatchCounter | None = None
@@ -62,7 +63,7 @@ class BatchTracker:
     def enter(self) -> None:
         """A stage starts or continues."""
         self._loop = compat.TrainingLoop(self._trainer)
-        self._every = compat.log_every_n_steps(self._trainer) or inf
+        self._every = self._trainer.log_every_n_steps or inf
         recorder = self._spans.recorder
         self._clock = recorder.clock if recorder is not None else None
         assert self.counter is not None  # made when the first stage began

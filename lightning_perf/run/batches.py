@@ -65,15 +65,14 @@ class Sums(NamedTuple):
 
     def plus(self, record: BatchRecord) -> Sums:
         """These totals and a batch."""
-        seconds, samples, tokens, cost, *_ = record
-        no_samples, no_tokens = samples is None, tokens is None
+        seconds, samples, tokens, cost = record.seconds, record.samples, record.tokens, record.cost
         skipped = cost is None and samples == 0  # by Lightning
         flops = (
             (0.0, 0.0, 0.0, seconds if skipped else 0.0, 0)
             if cost is None
             else (cost.total, cost.ideal_seconds, cost.hardware_ideal_seconds, seconds, 1)
         )
-        unknown = no_samples, no_tokens, cost is None and not skipped
+        unknown = samples is None, tokens is None, cost is None and not skipped
         return Sums(*map(add, self, (seconds, 1, samples or 0, tokens or 0, *flops, *unknown)))
 
     def since(self, earlier: Sums) -> Sums:
@@ -108,11 +107,6 @@ KNOWN = ("flops/known_batches", "flops/known", "flops/known_ideal_seconds")
 
 class _Stage:
     """The totals of one stage, and the records that are not in them yet."""
-
-    __slots__ = (
-        "edges", "known", "last_cost", "late", "records", "slowed", "untimed_flops",
-        "untimed_ideal_seconds",
-    )  # fmt: skip
 
     def __init__(self, size: int) -> None:
         #: Batches with known FLOPs, and the cost of the last one.

@@ -162,11 +162,6 @@ def max_seconds(trainer: Trainer) -> float | None:
     return next((float(each) for each in durations if each is not None), None)
 
 
-def log_every_n_steps(trainer: Trainer) -> int:
-    """Return the trainer's ``log_every_n_steps``; 0 for never."""
-    return int(getattr(trainer, "log_every_n_steps", 0) or 0)
-
-
 def profiler_name(trainer: Trainer) -> str:
     """Return the class name of the user's profiler, such as ``PassThroughProfiler``."""
     # Not type(): TeeProfiler overrides __class__.

@@ -139,7 +139,7 @@ class FirstHooks(_Hooks):
             with trainer.profiler.profile(span):
                 member.call(member.after_batch, run, batch)
         if run.tracker.report_possible:
-            run.advance(run.report)
+            run.advance(run.windows.report, run, False)
 
 
 #: The name under which timings list what these hooks take.

@@ -12,7 +12,7 @@ import weakref
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from math import inf, isfinite
+from math import inf
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -360,15 +360,8 @@ def _figures(first: int, window: Window) -> dict[str, Any]:
         found["throughput"] = rates
     if "timings/forward" in columns:
         found["timings"] = {name: window.mean(f"timings/{name}") for name in CATEGORIES}
-    return _finite(found)
-
-
-def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _finite(value) if isinstance(value, dict) else value
-        for key, value in found.items()
-        if isinstance(value, dict) or isfinite(value)
-    }
+    figures: dict[str, Any] = finite(found)
+    return figures
 
 
 def _overhead(culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[Any]) -> dict[str, float]:

@@ -13,9 +13,10 @@ import numpy as np
 
 from lightning_perf.core.window import Increase, Window
 from lightning_perf.timing.totals import CATEGORIES, TABLED, Share, Totals
+from lightning_perf.units import rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.core.window import Columns, Rows, Table
@@ -180,8 +181,3 @@ def table(log: WindowLog) -> dict[str, Any]:
             row.name: rounded(table.get(row.name, 0.0) for table in tables) for row in costly
         }
     return found
-
-
-def rounded(values: Iterable[float], digits: int = 5) -> list[float]:
-    """Values with some significant digits."""
-    return [float(f"{value:.{digits}g}") for value in values]
