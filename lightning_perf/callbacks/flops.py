@@ -115,9 +115,9 @@ class Flops(WindowCallback):
             return None  # no FLOPs are known yet, or a GPU has not finished a batch
         if window.stage == "train" and window.at_end and "train" in self._reported:
             return None
-        found = utilization(window)
-        if "mfu" in found:
+        metrics = utilization(window)
+        if "mfu" in metrics:
             self._reported.add(window.stage)
             if self._context is not None:
-                self._context.check_mfu(found["mfu"])
-        return found
+                self._context.check_mfu(metrics["mfu"])
+        return metrics

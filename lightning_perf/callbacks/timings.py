@@ -76,7 +76,6 @@ class Timings(WindowCallback):
         # Seconds per batch, and batches, in the last report of the run's main stage.
         self._last: dict[str, float] = {}
         self._last_batches = 0
-        self._stage = ""
 
     @property
     def rows(self) -> Sequence[tuple[int, Mapping[str, float]]]:
@@ -94,7 +93,7 @@ class Timings(WindowCallback):
     @override
     def prepare(self, context: Run) -> None:
         self._log = self.straggler = None
-        self.table, self._stage, self._last, self._work = [], "", {}, RecentWork()
+        self.table, self._last, self._work = [], {}, RecentWork()
         if context.ranks.world_size > 1:
             self.columns = (*Timings.columns, "waits/*")
             self.units = {
@@ -110,23 +109,23 @@ class Timings(WindowCallback):
     @override
     def on_start(self, context: Run) -> None:
         super().on_start(context)
-        if not self._stage:
-            self._stage = context.stage
+        if self._log is None:
             self._log = context.log_of(self, context.stage)
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
+        main = self._log is not None and window.stage == self._log.stage
         if not window.batches:
-            if window.stage == self._stage and self._last:
+            if main and self._last:
                 self._complete(window)
             return None
-        found = seconds_per_batch(window)
-        if window.stage == self._stage:
-            self._last, self._last_batches = found, window.batches
+        metrics = seconds_per_batch(window)
+        if main:
+            self._last, self._last_batches = metrics, window.batches
         if window.stage == "train" and window.world_size > 1:
-            self.straggler, metrics = self._work.add(window)
-            return found | metrics
-        return found
+            self.straggler, late = self._work.add(window)
+            return metrics | late
+        return metrics
 
     def _complete(self, window: Window) -> None:
         """The time after the last batch belongs to the last report."""
@@ -149,7 +148,7 @@ class Timings(WindowCallback):
             return {}
         sections: dict[str, object] = {"culprits": [row._asdict() for row in self.table]}
         windows = [each for each in self._log.windows()[1:] if each.batches]  # without the warm-up
-        if windows and self._stage == "train" and windows[0].world_size > 1:
+        if windows and windows[0].stage == "train" and windows[0].world_size > 1:
             sections["ranks"] = lateness_table(windows)
         return sections
 
@@ -164,7 +163,7 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         ``timings/NAME`` and, with several ranks, ``timings/NAME/min``, ``/median``, ``/max`` and
         ``/slowest_rank``; without what some rank does not know, and what never took any time.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     active = several = window.world_size
     if window.least("progress/batches") <= 0:  # some ranks have no more batches
         active = int((window["progress/batches"] > 0).sum())
@@ -182,7 +181,7 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
             measured = column == "timings/device/other" or window.least(column) > 0
             if window.least(per) <= 0 or not measured:
                 continue
-        found[column] = window.rate(column, per) / ranks
+        metrics[column] = window.rate(column, per) / ranks
         if several > 1:
-            found |= window.spread(column, per).metrics(column)
-    return found
+            metrics |= window.spread(column, per).metrics(column)
+    return metrics

@@ -148,9 +148,9 @@ class BatchCounter:
         """Find out what counts the samples of this stage."""
         self._tries -= 1
         size = self._size()
-        if size and (found := counter_for(batch, size)) is not None:
-            self._tries, self._found[self._stage] = 0, found
-            self._use(found)
+        if size and (counter := counter_for(batch, size)) is not None:
+            self._tries, self._found[self._stage] = 0, counter
+            self._use(counter)
 
     def count(self, batch: Any) -> tuple[int | None, int | None]:
         """Return the samples and tokens of a batch; None if unknown, 0 if not tracked."""

@@ -160,32 +160,32 @@ class BatchTotals:
         """Keep the record of a batch, with its time by the host's clock and on the device."""
         if not self.wanted:
             return
-        found = self._stages[stage]
-        if len(found.records) + len(found.late) >= _MOST_RECORDS:
+        totals = self._stages[stage]
+        if len(totals.records) + len(totals.late) >= _MOST_RECORDS:
             self.fold(stage)  # without this batch, which listeners may not have seen yet
         if timed is None:
-            found.records.append(record)
+            totals.records.append(record)
         else:
-            found.late.append((record, timed))
+            totals.late.append((record, timed))
 
     def fold(self, stage: str) -> None:
         """Update the totals with the batches that the device has completed."""
-        found = self._stages[stage]
+        totals = self._stages[stage]
         if self.timer is not None:
             self.timer.read()
-            found.records += _resolved(found.late, self.timer.failed)
-        if records := found.records:
-            found.records = []
+            totals.records += _resolved(totals.late, self.timer.failed)
+        if records := totals.records:
+            totals.records = []
             for listener in self.listeners:
                 listener(stage, records)
-            _add(found, records)
+            _add(totals, records)
 
     def end_stage(self, stage: str) -> None:
         """Drop batches of a stage that the device has not finished by its end."""
         self.fold(stage)
-        found = self._stages[stage]
-        found.late.clear()
-        if found.slowed and not found.edges[-1].batches and stage not in self._explained:
+        totals = self._stages[stage]
+        totals.late.clear()
+        if totals.slowed and not totals.edges[-1].batches and stage not in self._explained:
             self._explained.add(stage)
             rank_zero_info(_ALL_SLOWED.format(stage))
 
@@ -196,12 +196,12 @@ class BatchTotals:
 
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""
-        found = self._stages[stage]
-        sums, cost = found.edges[-1], found.last_cost
+        totals = self._stages[stage]
+        sums, cost = totals.edges[-1], totals.last_cost
         operations = (cost.tracked_operations, cost.untracked_operations) if cost else (0, 0)
-        flops = sums.flops + found.untimed_flops
-        ideal = sums.ideal_seconds + found.untimed_ideal_seconds
-        return (*sums.shared(self.sharing), found.known, flops, ideal, *operations)
+        flops = sums.flops + totals.untimed_flops
+        ideal = sums.ideal_seconds + totals.untimed_ideal_seconds
+        return (*sums.shared(self.sharing), totals.known, flops, ideal, *operations)
 
     def last_batches(self, stage: str, size: int) -> Sums:
         """The sums over the last batches of a stage, ``size`` at most.

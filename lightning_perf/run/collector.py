@@ -135,7 +135,8 @@ class Collector:
             self._spent += time.thread_time() - began
             self.analysing = False
         reached = self._context.reached
-        names = (name for one in findings.verdicts for name in (one.code, one.severity))
+        verdicts = findings.verdicts
+        names = (name for verdict in verdicts for name in (verdict.code, verdict.severity))
         reached += [name for name in dict.fromkeys(names) if name not in reached]
         self._context.log_from_worker(findings.metrics, step)
 

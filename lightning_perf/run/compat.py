@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_perf.core.progress import Limits, Ranks
 from lightning_perf.flops import device_name, is_compiled
 from lightning_perf.patches import MethodPatch
-from lightning_perf.tracking.summary import installed_version
 from lightning_perf.units import three_digits
 
 if TYPE_CHECKING:
@@ -238,11 +237,11 @@ def monitored(trainer: Trainer) -> set[str]:
     A file name of `ModelCheckpoint` may contain others.
     """
     callbacks = [each for each in getattr(trainer, "callbacks", ()) if hasattr(each, "monitor")]
-    found = {each.monitor for each in callbacks}
+    keys = {each.monitor for each in callbacks}
     strategy = getattr(trainer, "strategy", None)
-    found |= {each.monitor for each in getattr(strategy, "lr_scheduler_configs", ())}
+    keys |= {each.monitor for each in getattr(strategy, "lr_scheduler_configs", ())}
     names = " ".join(str(getattr(each, "filename", None)) for each in callbacks)
-    return {key for key in _SHOWN if key in found or "{" + key in names}
+    return {key for key in _SHOWN if key in keys or "{" + key in names}
 
 
 def complete_monitored(trainer: Trainer) -> None:
@@ -368,7 +367,6 @@ def resumes(trainer: Trainer) -> bool:
 def setup_of(trainer: Trainer) -> dict[str, object]:
     """Device, precision and strategy, for the run's params."""
     return {
-        "version": installed_version("lightning_perf"),
         "device": device_name(trainer.strategy.root_device),
         "world_size": trainer.world_size,
         "precision": str(trainer.precision),

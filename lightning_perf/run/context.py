@@ -20,6 +20,7 @@ from lightning_perf.run.batch_tracker import BatchCounter
 from lightning_perf.run.run import Run
 from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
 from lightning_perf.run.termination import Termination, signals_held
+from lightning_perf.tracking.summary import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -164,7 +165,8 @@ class RunContext(Run):
         if stage == "train":
             limits = self._read_limits()
             self.progress.reconcile(self.trainer, bool(self._resumed))
-            self.reporting.describe_settings(self.setup())
+            version = {"version": installed_version("lightning_perf")}
+            self.reporting.describe_settings(version | self.setup())
         self.stages.enter(stage, limits)
         self._select_stage()
         self.tracker.begin()

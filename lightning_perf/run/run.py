@@ -233,11 +233,11 @@ class Run:
             return self.batches.start()
 
         def sampler() -> Sampler | None:
-            found = self.sampler
-            if found is not None and not found.subscribed:
-                found.subscribe("windows", 1.0)
-                self.on_close(partial(found.unsubscribe, "windows"))
-            return found
+            own = self.sampler
+            if own is not None and not own.subscribed:
+                own.subscribe("windows", 1.0)
+                self.on_close(partial(own.unsubscribe, "windows"))
+            return own
 
         return {
             "batch": self.batches.start,

@@ -148,10 +148,10 @@ class Windows:
         names, signals = Columns(), dict[Signal, None]()
         for pattern in columns:
             signal = self._signal(pattern)
-            found = matching(signal.columns, pattern)
-            if not found:
+            matches = matching(signal.columns, pattern)
+            if not matches:
                 raise _unknown_column(pattern, signal.columns)
-            names.update({name: self._columns[name] for name in found})
+            names.update({name: self._columns[name] for name in matches})
             signals[signal] = None
         most, count = self.gatherer.width, len(self._columns)
         if count > most and not self._alone:
@@ -183,9 +183,9 @@ class Windows:
         head = stage, self._stages.step - 1, stamp, False, self._rank
         start = Report(*head, self._columns, self._gauges, costs, ())
         self.logs.setdefault(stage, WindowLog(start, self._columns, MOST))
-        for one in self._subscriptions:
-            most = MOST if one.callback.keeps_windows else 0
-            one.logs.setdefault(stage, WindowLog(start, one.columns, most))
+        for subscription in self._subscriptions:
+            most = MOST if subscription.callback.keeps_windows else 0
+            subscription.logs.setdefault(stage, WindowLog(start, subscription.columns, most))
         # Columns count from here, without what passed since the last report of the stage.
         reported = [*self._measured.get(stage, ())]
         now = self._measure(stage, signals)
@@ -311,9 +311,9 @@ class Windows:
         if not reports:
             return []
         end = reports[-1]
-        found = [(start.step + 1, end.window(start, end.columns))]
+        windows = [(start.step + 1, end.window(start, end.columns))]
         alike = [report for report in reports if report.columns is end.columns]
         for before, report in reversed(list(pairwise(alike))):
             if report.stamp.batch > before.stamp.batch:
-                return [*found, (before.step + 1, report.window(before, end.columns))]
-        return found
+                return [*windows, (before.step + 1, report.window(before, end.columns))]
+        return windows
