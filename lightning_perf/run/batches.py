@@ -135,7 +135,8 @@ class BatchTotals:
     def __init__(self, timer: DeviceTimer | None = None, sharing: int = 1) -> None:
         self.timer, self.sharing = timer, sharing
         self._rolling = 0
-        self._stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
+        #: The totals of each stage.
+        self.stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
         #: Receives the records of a stage when they are folded.
         self.listeners: list[Callable[[str, Sequence[BatchRecord]], None]] = []
         #: Whether any callback reads the totals.
@@ -160,7 +161,7 @@ class BatchTotals:
         """Keep the record of a batch, with its time by the host's clock and on the device."""
         if not self.wanted:
             return
-        totals = self._stages[stage]
+        totals = self.stages[stage]
         if len(totals.records) + len(totals.late) >= _MOST_RECORDS:
             self.fold(stage)  # without this batch, which listeners may not have seen yet
         if timed is None:
@@ -170,7 +171,7 @@ class BatchTotals:
 
     def fold(self, stage: str) -> None:
         """Update the totals with the batches that the device has completed."""
-        totals = self._stages[stage]
+        totals = self.stages[stage]
         if self.timer is not None:
             self.timer.read()
             totals.records += _resolved(totals.late, self.timer.failed)
@@ -183,7 +184,7 @@ class BatchTotals:
     def end_stage(self, stage: str) -> None:
         """Drop batches of a stage that the device has not finished by its end."""
         self.fold(stage)
-        totals = self._stages[stage]
+        totals = self.stages[stage]
         totals.late.clear()
         if totals.slowed and not totals.edges[-1].batches and stage not in self._explained:
             self._explained.add(stage)
@@ -196,25 +197,12 @@ class BatchTotals:
 
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""
-        totals = self._stages[stage]
+        totals = self.stages[stage]
         sums, cost = totals.edges[-1], totals.last_cost
         operations = (cost.tracked_operations, cost.untracked_operations) if cost else (0, 0)
         flops = sums.flops + totals.untimed_flops
         ideal = sums.ideal_seconds + totals.untimed_ideal_seconds
         return (*sums.shared(self.sharing), totals.known, flops, ideal, *operations)
-
-    def last_batches(self, stage: str, size: int) -> Sums:
-        """The sums over the last batches of a stage, ``size`` at most.
-
-        A stage without a timed batch gives those that were slowed down, without their FLOPs.
-        """
-        edges = self._stages[stage].edges
-        if not edges[-1].batches:
-            slowed = _Stage(size)
-            _add(slowed, self._stages[stage].slowed)
-            edges = slowed.edges
-        first = edges[max(len(edges) - 1 - size, 0)]
-        return edges[-1].since(first).shared(self.sharing)
 
 
 class RollingBatches:
@@ -226,8 +214,18 @@ class RollingBatches:
         self.gauges = frozenset(self.columns)
 
     def totals(self, stage: str) -> Sequence[float]:
-        """The sums over the last batches."""
-        return self._batches.last_batches(stage, self._size)
+        """The sums over the last batches.
+
+        A stage without a timed batch gives those that were slowed down, without their FLOPs.
+        """
+        stages, size = self._batches.stages, self._size
+        edges = stages[stage].edges
+        if not edges[-1].batches:
+            slowed = _Stage(size)
+            _add(slowed, stages[stage].slowed)
+            edges = slowed.edges
+        first = edges[max(len(edges) - 1 - size, 0)]
+        return edges[-1].since(first).shared(self._batches.sharing)
 
 
 def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:

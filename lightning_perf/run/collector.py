@@ -244,11 +244,9 @@ def _loader(loader: Any) -> Loader | None:
         loader = pipeline[0]
     if not hasattr(loader, "num_workers"):
         return None
-    owners = loader, getattr(loader, "batch_sampler", None)
-    sizes = (getattr(owner, "batch_size", None) for owner in owners)
     return Loader(
         num_workers=int(loader.num_workers),
-        batch_size=next((size for size in sizes if isinstance(size, int)), None),
+        batch_size=compat.loader_batch_size(loader),
         pin_memory=bool(getattr(loader, "pin_memory", False)),
         persistent_workers=bool(getattr(loader, "persistent_workers", False)),
         iterable=isinstance(getattr(loader, "dataset", None), IterableDataset),

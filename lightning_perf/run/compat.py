@@ -65,7 +65,9 @@ class TrainingLoop:
             last: bool = loop.batch_progress.is_last_batch
             return loop._batches_that_stepped, done.total.completed, last
         except AttributeError:
-            return self.step, self._trainer.global_step, self._trainer.is_last_batch
+            steps = self._trainer.global_step
+            step: int = getattr(self._loop, "_batches_that_stepped", steps)
+            return step, steps, self._trainer.is_last_batch
 
     @property
     def step(self) -> int:
@@ -73,11 +75,7 @@ class TrainingLoop:
 
         It counts batches with an optimizer step; ``global_step`` counts every optimizer.
         """
-        try:
-            step: int = self._loop._batches_that_stepped
-        except AttributeError:
-            return self._trainer.global_step
-        return step
+        return self.counts[0]
 
     @property
     def accumulating(self) -> bool:
@@ -386,19 +384,22 @@ def validation_loader(trainer: Trainer) -> Any:
 
 def batch_size(trainer: Trainer, stage: str, nested: bool) -> int | None:
     """Return the samples of the first batch of a stage, if all its data loaders give as many."""
-    sizes = {_batch_size(loader) for loader in _loaders(_loop_of(trainer, stage, nested))}
+    sizes = {_first_batch_size(loader) for loader in _loaders(_loop_of(trainer, stage, nested))}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _batch_size(loader: Any) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    if not isinstance(size, int):
-        return None
+def _first_batch_size(loader: Any) -> int | None:
+    size = loader_batch_size(loader)
     with suppress(Exception):  # unsized data has a sampler without a length
-        return min(size, len(loader.sampler))
+        return size and min(size, len(loader.sampler))
     return size
+
+
+def loader_batch_size(loader: Any) -> int | None:
+    """Return the batch size of a DataLoader or of its batch sampler."""
+    owners = loader, getattr(loader, "batch_sampler", None)
+    sizes = (getattr(owner, "batch_size", None) for owner in owners)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _loop_of(trainer: Trainer, stage: str, nested: bool) -> Any:
