@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from math import floor, log10
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -73,3 +77,8 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def rounded(values: Iterable[float], digits: int = 5) -> list[float]:
+    """Values with some significant digits."""
+    return [float(f"{value:.{digits}g}") for value in values]

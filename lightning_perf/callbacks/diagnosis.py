@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from lightning_perf import charts
-from lightning_perf.checks import flag, is_list
-from lightning_perf.core.progress import Moment
+from lightning_perf.checks import flag
 from lightning_perf.core.window import Window
-from lightning_perf.diagnosis import RULES, SEVERITIES, Findings, Rule, Verdict, diagnose
-from lightning_perf.diagnosis.rules import without_none
+from lightning_perf.diagnosis import Findings, Rule, Verdict, checked_rules, diagnose, reachable
 from lightning_perf.errors import ConfigError, describe
 from lightning_perf.profilers.base import OpenRecording
 from lightning_perf.profilers.pytorch import PyTorch
-from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.collector import Collector
-from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
-from lightning_perf.tracking.page import SENSORS
 
 if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Signals
@@ -34,9 +28,6 @@ if TYPE_CHECKING:
 _FOLDER = "{run_name}/diagnosis/capture"
 #: The minimum batches per window: shorter windows take time and show nothing more.
 _FEWEST_BATCHES = 10
-#: The maximum share of the time for analyses during training, because they compete for the GIL, and
-#: additional seconds for the first ones.
-_MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
 
 
 class Diagnosis(WindowCallback):
@@ -85,16 +76,8 @@ class Diagnosis(WindowCallback):
     ) -> None:
         super().__init__()
         self.schedule = None if schedule is None else as_schedule(schedule)
-        example = "[*lightning_perf.diagnosis.RULES]"
-        if rules is not None and not is_list(rules):
-            raise ConfigError("rules", rules, "is not a list", example)
-        self.rules = None if rules is None else list(rules)
-        for rule in self.rules or ():
-            if not callable(rule) or not isinstance(getattr(rule, "code", None), str):
-                problem = "is not a rule: rules are callable and have a code"
-                raise ConfigError("rules", rule, problem, example)
-        codes = (rule.code for rule in (RULES if self.rules is None else self.rules))
-        self.reaches = {*codes, "healthy", *SEVERITIES}
+        self.rules = None if rules is None else checked_rules(rules)
+        self.reaches = reachable(self.rules)
         self.terminal = self.show_summary = flag("terminal", terminal)
         if isinstance(capture, bool):
             options: dict[str, Any] = {
@@ -119,11 +102,8 @@ class Diagnosis(WindowCallback):
         # Collects the measurements of this run; and those of the latest diagnosis.
         self._collector: Collector | None = None
         self._diagnosed: Signals | None = None
+        # The batch from which on a window may end.
         self._next = 0
-        self._analysing = False
-        # When training began, and CPU seconds of analyses since.
-        self._start: float | None = None
-        self._spent = 0.0
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -131,7 +111,7 @@ class Diagnosis(WindowCallback):
 
     @property
     @override
-    def parts(self) -> list[PerfCallback]:
+    def parts(self) -> list[PyTorch]:
         return [] if self._capture is None else [self._capture]
 
     # -- the run ------------------------------------------------------------------------------
@@ -142,10 +122,11 @@ class Diagnosis(WindowCallback):
         several = context.ranks.world_size > 1
         self.columns = (*type(self).columns, *(("waits/*",) if several else ()))
         super().prepare(context)
-        if self.schedule is not None:
-            self.schedule.setup(context.schedule_context)
         self._collector = Collector(
-            context, lambda: (OpenRecording.opened, OpenRecording.current is not None)
+            context,
+            self.schedule,
+            self._analyse,
+            lambda: (OpenRecording.opened, OpenRecording.current is not None),
         )
         if context.trainer.state.fn == "fit" and context.ranks.global_rank == 0:
             charts.template()  # for the report: here it delays no batch, and the end waits for less
@@ -154,10 +135,7 @@ class Diagnosis(WindowCallback):
     def on_start(self, context: Run) -> None:
         super().on_start(context)
         assert self._collector is not None
-        self._collector.add_compilations("forward")
-        if context.stage == "train" and self._start is None:
-            self._start = time.monotonic()
-            self._collector.begin(context.log_of(self, "train"))
+        if self._collector.enter(self):
             self._next = context.counters.batch + _FEWEST_BATCHES
 
     @override
@@ -177,78 +155,30 @@ class Diagnosis(WindowCallback):
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
-        context = self._context
-        if window.stage != "train" or context is None:
-            return None
-        sample_ranks(context.sampler, window)
-        if window.rank != 0:
-            return None
-        collector, late = self._collector, window.at_end or self._analysing
-        if collector is not None and not late and self._wanted(window, context):
-            self._analysing = True
-            job = partial(self._analyse, collector.signals(), context, window.step)
-            if not context.file_worker.submit(job, "the diagnosis"):
-                self._analysing = False
-        context.deliver()
+        if self._collector is not None:
+            self._collector.receive(window)
         return None
 
-    def _wanted(self, window: Window, context: Run) -> bool:
-        if self.schedule is None or self._start is None:
-            return False
-        moment = Moment(
-            window.stage, window.last, window.first, context.limits, context.ranks, context.run_name
-        )
-        self.schedule.observe(moment)
-        allowed = _FIRST_SECONDS + _MOST_TIME * (time.monotonic() - self._start)
-        return self.schedule(moment) and self._spent <= allowed
-
-    def _analyse(self, signals: Signals, context: Run, step: int) -> None:
+    def _analyse(self, signals: Signals) -> Findings:
         """Diagnose; on a worker thread while training runs."""
-        began = time.thread_time()
-        try:
-            findings = diagnose(signals, RULES if self.rules is None else self.rules)
-        finally:
-            self._spent += time.thread_time() - began
-            self._analysing = False
+        findings = diagnose(signals, self.rules)
         if self._diagnosed is not None and signals.batches < self._diagnosed.batches:
-            return  # the run has ended and was diagnosed meanwhile
+            return Findings()  # the run has ended and was diagnosed meanwhile
         self._diagnosed = signals
         self._findings, self.verdicts = findings, list(findings.verdicts)
-        reached = context.reached
-        found = [name for each in self.verdicts for name in (each.code, each.severity)]
-        reached += [name for name in dict.fromkeys(found) if name not in reached]
-        shares: dict[str, float] = {}
-        for verdict in filter(lambda each: each.share, self.verdicts):
-            key = f"diagnosis/{verdict.code}"
-            shares[key] = max(verdict.share, shares.get(key, 0.0))
-        self.metrics = shares
-        context.log_from_worker(shares, step)
+        self.metrics = findings.metrics
+        return findings
 
     # -- the end ------------------------------------------------------------------------------
 
     @override
     def close(self, context: Run, reason: str) -> None:
         super().close(context, reason)
-        if self.schedule is not None:
-            self.schedule.close()
         collector, self._collector = self._collector, None
         if collector is None:
             return
-        collector.close()
-        if reason == "failure" or self._start is None or context.ranks.global_rank != 0:
-            return
-        signals = collector.signals()
-        self._analyse(signals, context, context.step)
-        context.deliver()
-        table = context.log_of(self, "train").table(context.times())
-        idle = signals.gpu_idle
-        averages = {name: signals.average(f"system/{name}") for name in SENSORS}
-        averages["gpu_util"] = None if idle is None else 100 * (1 - idle)
-        self._sections = {
-            "culprits": [row._asdict() for row in table],
-            "system": without_none(**averages),
-        }
-        if self._capture is not None:
+        self._sections = collector.close(reason)
+        if self._sections and self._capture is not None:
             self._sections["capture"] = cache(self._captured)
 
     def _captured(self) -> Mapping[str, object]:

@@ -91,10 +91,10 @@ def _read(value: str) -> list[PerfCallback]:
     try:
         parsed = parser.parse_object({"callbacks": content})
         # The name until jsonargparse 4.48, and since.
-        found = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
+        instances = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
     except (ArgumentError, ValueError, TypeError) as error:
         raise _unusable(value, error) from error
-    callbacks: list[PerfCallback] = found.callbacks
+    callbacks: list[PerfCallback] = instances.callbacks
     return callbacks
 
 
@@ -158,8 +158,8 @@ def _warn_once(message: str) -> None:
 
 
 def _selected_for_pytorch_lightning() -> list[Any]:
-    found = selected()
-    if found:
+    chosen = selected()
+    if chosen:
         from importlib.metadata import version
 
         installed = version("pytorch-lightning")
@@ -169,4 +169,4 @@ def _selected_for_pytorch_lightning() -> list[Any]:
                 f"LIGHTNING_PERF is ignored: pytorch_lightning is {installed}, not 2.6 or later"
             )
             return []
-    return found
+    return chosen

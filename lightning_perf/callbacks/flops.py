@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from lightning_perf.core.window import Window, utilization
-from lightning_perf.flops import check_formula, check_peak, formula_for
+from lightning_perf.flops import check_formula, check_peak
 from lightning_perf.run.window_callback import WindowCallback
-from lightning_perf.schedule import Every, Schedule, as_schedule
+from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
-    from lightning_perf.run.batches import BatchRecord
     from lightning_perf.run.run import Run
 
 
@@ -75,13 +73,14 @@ class Flops(WindowCallback):
         peak_flops: float | str | None = None,
         formula: Callable[[Any], float] | str | dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(as_schedule(schedule, default=Every("5ba")))
+        super().__init__("every 5ba" if schedule is None else schedule)
         check_peak(peak_flops)
         if formula is not None:
             check_formula(formula)
         self.peak_flops = peak_flops
         self.formula = formula
-        self._formula: FormulaSignal | None = None
+        # Applies the formula to a batch.
+        self._count: Callable[[Any], None] | None = None
         self._reported: set[str] = set()
 
     @override
@@ -89,21 +88,18 @@ class Flops(WindowCallback):
         self._reported = set()
         context.require_flops(self.peak_flops, "peak_flops")
         if self.formula is not None:
-            formula = formula_for(self.formula, context.module)
-            signal = self._formula = FormulaSignal(formula, context)
-            context.listen(signal.fold)
-            context.offer("formula", signal)
+            self._count = context.offer_formula(self.formula)
             self.columns = ("flops/*", "formula/*")
         super().prepare(context)
 
     @override
     def overrides(self, method: str) -> bool:
-        return super().overrides(method) and (method != "after_batch" or self._formula is not None)
+        return super().overrides(method) and (method != "after_batch" or self._count is not None)
 
     @override
     def after_batch(self, context: Run, batch: Any) -> None:
-        if self._formula is not None and context.stage == "train":
-            self._formula.count(batch)
+        if self._count is not None:
+            self._count(batch)
 
     @override
     def window_due(self, context: Run, at_end: bool) -> bool:
@@ -119,48 +115,9 @@ class Flops(WindowCallback):
             return None  # no FLOPs are known yet, or a GPU has not finished a batch
         if window.stage == "train" and window.at_end and "train" in self._reported:
             return None
-        found = utilization(window)
-        if self._formula is not None and window.total("formula/batch"):
-            found["batch_flops_from_formula"] = window.total("formula/batch")
-            rate = window.rate("formula/ideal_seconds", "flops/seconds") / window.world_size
-            if rate > 0:
-                found["mfu_from_formula"] = rate
-        if "mfu" in found:
+        metrics = utilization(window)
+        if "mfu" in metrics:
             self._reported.add(window.stage)
             if self._context is not None:
-                self._context.check_mfu(found["mfu"])
-        return found
-
-
-class FormulaSignal:
-    """The signal of a formula's FLOPs, for the batches of training."""
-
-    columns = ("formula/ideal_seconds", "formula/batch")
-    gauges = frozenset({"formula/batch"})
-
-    def __init__(self, formula: Callable[[Any], float], run: Run) -> None:
-        self._formula, self._run = formula, run
-        # FLOPs of batches whose records are not yet folded.
-        self._pending: deque[float] = deque()
-        self._ideal_seconds, self._last = 0.0, 0.0
-
-    def count(self, batch: Any) -> None:
-        """Apply the formula to a batch."""
-        flops = 0.0 if batch is None else float(self._formula(batch))  # None: Lightning skipped it
-        self._pending.append(flops / self._run.sharing)
-
-    def fold(self, stage: str, records: Sequence[BatchRecord]) -> None:
-        """Add batches whose time is known by now."""
-        if stage != "train":
-            return
-        for record in records:
-            flops, cost = self._pending.popleft() if self._pending else 0.0, record.cost
-            if cost is None:
-                continue
-            self._last = flops
-            if flops and cost.total and record.timed:
-                self._ideal_seconds += cost.ideal_seconds * flops / cost.total
-
-    def totals(self, stage: str) -> Sequence[float]:
-        """Seconds at the peak, and FLOPs of the last batch."""
-        return (self._ideal_seconds, self._last) if stage == "train" else (0.0, 0.0)
+                self._context.check_mfu(metrics["mfu"])
+        return metrics

@@ -148,13 +148,13 @@ class SpeedMonitor(WindowCallback):
                 missing = window.own("progress/validation_seconds") > self._validated
                 return self._times(window) if missing else None
             full = batches > 0
-        found = self._times(window)
+        metrics = self._times(window)
         if full:
             self._reported.add(stage)
-            found |= throughput(window, prefix)
+            metrics |= throughput(window, prefix)
             if context is not None:
-                context.check_mfu(found.get("throughput/device/mfu", 0))
-        return found
+                context.check_mfu(metrics.get("throughput/device/mfu", 0))
+        return metrics
 
     def _times(self, window: Window) -> dict[str, float]:
         each, spent = SECONDS_PER_UNIT[self.time_unit], window.own("progress/total_seconds")
@@ -163,7 +163,7 @@ class SpeedMonitor(WindowCallback):
             return {} if nested else {"time/total": spent / each}
         before, validation = self._validated, window.own("progress/validation_seconds")
         self._validated = validation
-        found = elapsed(spent, validation, self.time_unit)
+        metrics = elapsed(spent, validation, self.time_unit)
         # At the end of a training it is logged only if validation changes it.
         due = not window.at_end or validation > before
         if due and self._remaining is not None and self._context is not None:
@@ -172,8 +172,8 @@ class SpeedMonitor(WindowCallback):
             known = window.since_start("batch/count") > 0
             left = self._remaining.seconds(window.last, spent / timed, validation) if known else inf
             if left < inf:
-                found["time/remaining_estimate"] = 0.0 if window.at_end else left / each
-        return found
+                metrics["time/remaining_estimate"] = 0.0 if window.at_end else left / each
+        return metrics
 
 
 def elapsed(train: float, validation: float, unit: str) -> dict[str, float]:

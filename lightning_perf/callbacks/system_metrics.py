@@ -173,13 +173,13 @@ def _layouts(columns: tuple[tuple[str, int], ...]) -> list[_Layout]:
     hosts = [name for name in HOST if f"system/{name}" in at]
     values = [at[f"system/{name}"] for name in hosts]
     seconds = [at[f"system/{name}/seconds"] for name in hosts]
-    found = [_Layout(hosts, [], [values], [seconds])]
+    layouts = [_Layout(hosts, [], [values], [seconds])]
     slots = [each for each in at if re.fullmatch(r"system/gpu_slot_\d+", each)]
     if slots:
         figures = [[at[f"{slot}/{name}"] for name in GPU] for slot in slots]
         shared = [[at[f"{slot}/seconds"]] * len(GPU) for slot in slots]
-        found.append(_Layout(GPU, [at[slot] for slot in slots], figures, shared))
-    return found
+        layouts.append(_Layout(GPU, [at[slot] for slot in slots], figures, shared))
+    return layouts
 
 
 def _averages(window: Window) -> dict[str, float]:
@@ -190,10 +190,10 @@ def _averages(window: Window) -> dict[str, float]:
     else:  # the first rank of each node samples
         nodes, first = np.unique(window["memory/node_rank"], return_index=True)
         rows = window.rows_of(first)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for layout in _layouts(tuple(window.columns.items())):
         if len(nodes) > _MOST_NODES:
-            found |= _spread(layout, nodes, np.asarray(rows))
+            metrics |= _spread(layout, nodes, np.asarray(rows))
             continue
         for node, row in enumerate(rows):
             for slot, columns in enumerate(zip(layout.values, layout.seconds, strict=True)):
@@ -203,8 +203,8 @@ def _averages(window: Window) -> dict[str, float]:
                     continue
                 for name, value, seconds in zip(layout.names, *columns, strict=True):
                     if row[seconds] > 0 and isfinite(row[value]):
-                        found[prefix + name] = float(row[value] / row[seconds])
-    return found
+                        metrics[prefix + name] = float(row[value] / row[seconds])
+    return metrics
 
 
 def _spread(layout: _Layout, nodes: PerRank, rows: Any) -> Iterator[tuple[str, float]]:
@@ -239,15 +239,15 @@ def _spread(layout: _Layout, nodes: PerRank, rows: Any) -> Iterator[tuple[str, f
 
 def _memory(window: Window) -> dict[str, float]:
     """Rank 0's memory, and with several ranks the maximum of all allocators."""
-    found = {}
+    metrics = {}
     for column in _memory_columns(tuple(window.columns)):
         own = window.own(column)
         if isfinite(own):
-            found[column] = own
+            metrics[column] = own
             name = column.removeprefix("memory/")
             if window.world_size > 1 and name not in HOST_MEMORY:
-                found[f"memory/max_over_ranks/{name}"] = float(np.nanmax(window[column]))
-    return found
+                metrics[f"memory/max_over_ranks/{name}"] = float(np.nanmax(window[column]))
+    return metrics
 
 
 @cache

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 from typing_extensions import override
 
 from lightning_perf.core.window import Window
-from lightning_perf.diagnosis.rules.ranks import PHASES, Straggler, Work, straggler_of, work_of
+from lightning_perf.diagnosis.rules.ranks import RecentWork, Straggler, lateness_table
 from lightning_perf.run.window_callback import WindowCallback
-from lightning_perf.run.window_log import TIMES, WindowLog, rounded
+from lightning_perf.run.window_log import TIMES, WindowLog
 from lightning_perf.schedule import Schedule
 from lightning_perf.timing.totals import Share
 
 if TYPE_CHECKING:
     from lightning_perf.run.run import Run
 
-#: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
-_MOST_RANKS = 512
-#: The number of windows in which a straggler is searched.
-_RECENT = 10
 #: The columns that Determined tracks in training.
 _DETERMINED = (
     "timings/dataloader_next", "timings/to_device", "timings/train_batch",
@@ -78,11 +72,10 @@ class Timings(WindowCallback):
         self._log: WindowLog | None = None
         #: The rank or node that the others wait for, in the last windows.
         self.straggler: Straggler | None = None
-        self._work: deque[Work] = deque(maxlen=_RECENT)
+        self._work = RecentWork()
         # Seconds per batch, and batches, in the last report of the run's main stage.
         self._last: dict[str, float] = {}
         self._last_batches = 0
-        self._stage = ""
 
     @property
     def rows(self) -> Sequence[tuple[int, Mapping[str, float]]]:
@@ -100,8 +93,7 @@ class Timings(WindowCallback):
     @override
     def prepare(self, context: Run) -> None:
         self._log = self.straggler = None
-        self.table, self._stage, self._last = [], "", {}
-        self._work.clear()
+        self.table, self._last, self._work = [], {}, RecentWork()
         if context.ranks.world_size > 1:
             self.columns = (*Timings.columns, "waits/*")
             self.units = {
@@ -117,35 +109,23 @@ class Timings(WindowCallback):
     @override
     def on_start(self, context: Run) -> None:
         super().on_start(context)
-        if not self._stage:
-            self._stage = context.stage
+        if self._log is None:
             self._log = context.log_of(self, context.stage)
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
+        main = self._log is not None and window.stage == self._log.stage
         if not window.batches:
-            if window.stage == self._stage and self._last:
+            if main and self._last:
                 self._complete(window)
             return None
-        found = seconds_per_batch(window)
-        if window.stage == self._stage:
-            self._last, self._last_batches = found, window.batches
+        metrics = seconds_per_batch(window)
+        if main:
+            self._last, self._last_batches = metrics, window.batches
         if window.stage == "train" and window.world_size > 1:
-            return found | self._find_straggler(window)
-        return found
-
-    def _find_straggler(self, window: Window) -> dict[str, float]:
-        # The first batch of a run is slow for other reasons.
-        if self._log is not None and window.first.batch > self._log.reports[0].stamp.batch:
-            self._work.append(work_of(window))
-        found = self.straggler = straggler_of(self._work)
-        none = -1.0
-        return {
-            "straggler/rank": none if found is None or found.rank is None else found.rank,
-            "straggler/node": none if found is None else found.node,
-            "straggler/phase": none if found is None else list(PHASES).index(found.phase),
-            "straggler/share": 0.0 if found is None else found.share,
-        }
+            self.straggler, late = self._work.add(window)
+            return metrics | late
+        return metrics
 
     def _complete(self, window: Window) -> None:
         """The time after the last batch belongs to the last report."""
@@ -168,8 +148,8 @@ class Timings(WindowCallback):
             return {}
         sections: dict[str, object] = {"culprits": [row._asdict() for row in self.table]}
         windows = [each for each in self._log.windows()[1:] if each.batches]  # without the warm-up
-        if windows and self._stage == "train" and windows[0].world_size > 1:
-            sections["ranks"] = _ranks_table(windows)
+        if windows and windows[0].stage == "train" and windows[0].world_size > 1:
+            sections["ranks"] = lateness_table(windows)
         return sections
 
 
@@ -183,7 +163,7 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
         ``timings/NAME`` and, with several ranks, ``timings/NAME/min``, ``/median``, ``/max`` and
         ``/slowest_rank``; without what some rank does not know, and what never took any time.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     active = several = window.world_size
     if window.least("progress/batches") <= 0:  # some ranks have no more batches
         active = int((window["progress/batches"] > 0).sum())
@@ -201,21 +181,7 @@ def seconds_per_batch(window: Window) -> dict[str, float]:
             measured = column == "timings/device/other" or window.least(column) > 0
             if window.least(per) <= 0 or not measured:
                 continue
-        found[column] = window.rate(column, per) / ranks
+        metrics[column] = window.rate(column, per) / ranks
         if several > 1:
-            found |= window.spread(column, per).metrics(column)
-    return found
-
-
-def _ranks_table(windows: Sequence[Window]) -> dict[str, Any]:
-    """How late each rank was: the last step of each window, and seconds per batch by rank.
-
-    With many ranks, several share a list, which has the latest of them.
-    """
-    lateness = np.stack([work_of(window).lateness for window in windows], axis=1)
-    each = -(-len(lateness) // _MOST_RANKS)
-    lateness = np.maximum.reduceat(lateness, np.arange(0, len(lateness), each), axis=0)
-    return {
-        "last": [window.step for window in windows],
-        "lateness": [rounded(row, 3) for row in lateness.clip(min=0.0)],
-    }
+            metrics |= window.spread(column, per).metrics(column)
+    return metrics

@@ -259,7 +259,7 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
 
 
 def utilization(window: Window) -> dict[str, float]:
-    """The metrics of ``Flops`` from the columns ``flops/...``; what is unknown is left out.
+    """The metrics of ``Flops`` from ``flops/...`` and ``formula/...``, without what is unknown.
 
     FLOPs per batch and the peak are means of all batches with known FLOPs: the timed ones are no
     random choice, because the first of each shape is not among them.
@@ -285,4 +285,9 @@ def utilization(window: Window) -> dict[str, float]:
             rate = window.rate(column, "flops/seconds") / window.world_size / unit
             if rate > 0:
                 found[key] = rate
+    if "formula/batch" in window.columns and (flops := window.total("formula/batch")):
+        found["batch_flops_from_formula"] = flops
+        rate = window.rate("formula/ideal_seconds", "flops/seconds") / window.world_size
+        if rate > 0:
+            found["mfu_from_formula"] = rate
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from lightning_perf.checks import is_list
 from lightning_perf.diagnosis.rules import (
     LEAST,
     PROMISE,
@@ -24,7 +25,7 @@ from lightning_perf.diagnosis.rules import (
     steps,
 )
 from lightning_perf.diagnosis.signals import COMPUTE, Signals, Unknown
-from lightning_perf.errors import describe
+from lightning_perf.errors import ConfigError, describe
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
@@ -88,11 +89,38 @@ class Findings:
     #: Why rules gave no answer, by their codes.
     abstained: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The largest share of the wall time of each code, as ``diagnosis/CODE``."""
+        shares: dict[str, float] = {}
+        for verdict in filter(lambda verdict: verdict.share, self.verdicts):
+            key = f"diagnosis/{verdict.code}"
+            shares[key] = max(verdict.share, shares.get(key, 0.0))
+        return shares
 
-def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
+
+def checked_rules(rules: Sequence[Rule]) -> list[Rule]:
+    """Rules as a list; ConfigError if they are not rules."""
+    example = "[*lightning_perf.diagnosis.RULES]"
+    if not is_list(rules):
+        raise ConfigError("rules", rules, "is not a list", example)
+    for rule in rules:
+        if not callable(rule) or not isinstance(getattr(rule, "code", None), str):
+            problem = "is not a rule: rules are callable and have a code"
+            raise ConfigError("rules", rule, problem, example)
+    return list(rules)
+
+
+def reachable(rules: Sequence[Rule] | None) -> set[str]:
+    """The codes and severities of the verdicts that rules may reach; None for `RULES`."""
+    return {*(rule.code for rule in (RULES if rules is None else rules)), "healthy", *SEVERITIES}
+
+
+def diagnose(signals: Signals, rules: Sequence[Rule] | None = None) -> Findings:
     """Apply rules to signals; a rule that fails or lacks a signal is listed with its reason.
 
-    No second is in two verdicts: it belongs to the first rule that claims it.
+    Without rules, `RULES` are applied. No second is in two verdicts: it belongs to the first rule
+    that claims it.
 
     Example:
         >>> diagnose(Signals(windows=[])).abstained
@@ -107,7 +135,7 @@ def diagnose(signals: Signals, rules: Sequence[Rule] = RULES) -> Findings:
     verdicts: list[Verdict] = []
     abstained: dict[str, str] = {}
     unclaimed = Unclaimed(signals)
-    for rule in rules:
+    for rule in RULES if rules is None else rules:
         try:
             if isinstance(rule, FunctionRule):
                 verdicts += rule(signals, unclaimed)

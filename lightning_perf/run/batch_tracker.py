@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,14 @@ class BatchTracker:
         batches: BatchTotals,
         windows: Windows,
     ) -> None:
-        self._trainer, self._stages, self._spans = trainer, stages, spans
+        self._trainer: Any = trainer
+        self._stages, self._spans = stages, spans
         self._meter, self._batches, self._windows = meter, batches, windows
         #: Counts samples and tokens, from the first stage on.
         self.counter: BatchCounter | None = None
         self._loop: compat.TrainingLoop  # read anew in each stage: modules may change it late
-        self._every = 0
+        # A report is due every so many batches or steps.
+        self._every: float = inf
         #: Whether the last batch is one at which Lightning logs, the same on every rank.
         self.report_due = False
         #: Whether a report may be due after the last batch.
@@ -60,7 +63,7 @@ class BatchTracker:
     def enter(self) -> None:
         """A stage starts or continues."""
         self._loop = compat.TrainingLoop(self._trainer)
-        self._every = compat.log_every_n_steps(self._trainer)
+        self._every = self._trainer.log_every_n_steps or inf
         recorder = self._spans.recorder
         self._clock = recorder.clock if recorder is not None else None
         assert self.counter is not None  # made when the first stage began
@@ -83,30 +86,25 @@ class BatchTracker:
             meter.after_batch(batch)
         timed = None if self._timer is None else self._timer.end()
         train = stages.stage == "train"
-        stages.step, steps, last = self._loop.counts if train else self._other_counts()
+        if train:
+            stages.step, steps, last = self._loop.counts
+            number = stages.step + 1
+        else:
+            steps, last, number = 0, False, counters.batches + 1
+            if not stages.nested:
+                stages.step = self._loop.step + number
         seconds = counters.add(perf_counter(), samples, tokens, steps, last)
         firsts = counters.batches == 1, counters.begins_epoch
         record = BatchRecord(seconds, samples, tokens, meter.work, meter.counted, *firsts)
         self._batches.end_batch(stages.stage, record, timed)
         if self._clock is not None and len(self._clock.log) > _MOST_SPAN_ITEMS:
             self._clock.add_up()
-        if train:
-            self.report_due = self._logs_at(stages.step + 1) and not self._loop.accumulating
-        else:
-            self.report_due = self._logs_at(counters.batches) and not stages.nested
+        self.report_due = number % self._every == 0 and not (
+            self._loop.accumulating if train else stages.nested
+        )
         if windows.pending:
             windows.gatherer.poll()
         self.report_possible = self.report_due or counters.batch >= windows.quiet_until
-
-    def _other_counts(self) -> tuple[int, int, bool]:
-        """As ``TrainingLoop.counts``, of another stage than training."""
-        stages = self._stages
-        if stages.nested:
-            return stages.step, 0, False
-        return self._loop.step + stages.counters.batches + 1, 0, False
-
-    def _logs_at(self, step: int) -> bool:
-        return self._every > 0 and step % self._every == 0
 
 
 #: Batches of a stage that are compared with the batch size of its data loaders.
@@ -150,9 +148,9 @@ class BatchCounter:
         """Find out what counts the samples of this stage."""
         self._tries -= 1
         size = self._size()
-        if size and (found := counter_for(batch, size)) is not None:
-            self._tries, self._found[self._stage] = 0, found
-            self._use(found)
+        if size and (counter := counter_for(batch, size)) is not None:
+            self._tries, self._found[self._stage] = 0, counter
+            self._use(counter)
 
     def count(self, batch: Any) -> tuple[int | None, int | None]:
         """Return the samples and tokens of a batch; None if unknown, 0 if not tracked."""

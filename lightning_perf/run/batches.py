@@ -65,15 +65,14 @@ class Sums(NamedTuple):
 
     def plus(self, record: BatchRecord) -> Sums:
         """These totals and a batch."""
-        seconds, samples, tokens, cost, *_ = record
-        no_samples, no_tokens = samples is None, tokens is None
+        seconds, samples, tokens, cost = record.seconds, record.samples, record.tokens, record.cost
         skipped = cost is None and samples == 0  # by Lightning
         flops = (
             (0.0, 0.0, 0.0, seconds if skipped else 0.0, 0)
             if cost is None
             else (cost.total, cost.ideal_seconds, cost.hardware_ideal_seconds, seconds, 1)
         )
-        unknown = no_samples, no_tokens, cost is None and not skipped
+        unknown = samples is None, tokens is None, cost is None and not skipped
         return Sums(*map(add, self, (seconds, 1, samples or 0, tokens or 0, *flops, *unknown)))
 
     def since(self, earlier: Sums) -> Sums:
@@ -109,11 +108,6 @@ KNOWN = ("flops/known_batches", "flops/known", "flops/known_ideal_seconds")
 class _Stage:
     """The totals of one stage, and the records that are not in them yet."""
 
-    __slots__ = (
-        "edges", "known", "last_cost", "late", "records", "slowed", "untimed_flops",
-        "untimed_ideal_seconds",
-    )  # fmt: skip
-
     def __init__(self, size: int) -> None:
         #: Batches with known FLOPs, and the cost of the last one.
         self.known = 0
@@ -141,7 +135,8 @@ class BatchTotals:
     def __init__(self, timer: DeviceTimer | None = None, sharing: int = 1) -> None:
         self.timer, self.sharing = timer, sharing
         self._rolling = 0
-        self._stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
+        #: The totals of each stage.
+        self.stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
         #: Receives the records of a stage when they are folded.
         self.listeners: list[Callable[[str, Sequence[BatchRecord]], None]] = []
         #: Whether any callback reads the totals.
@@ -166,32 +161,32 @@ class BatchTotals:
         """Keep the record of a batch, with its time by the host's clock and on the device."""
         if not self.wanted:
             return
-        found = self._stages[stage]
-        if len(found.records) + len(found.late) >= _MOST_RECORDS:
+        totals = self.stages[stage]
+        if len(totals.records) + len(totals.late) >= _MOST_RECORDS:
             self.fold(stage)  # without this batch, which listeners may not have seen yet
         if timed is None:
-            found.records.append(record)
+            totals.records.append(record)
         else:
-            found.late.append((record, timed))
+            totals.late.append((record, timed))
 
     def fold(self, stage: str) -> None:
         """Update the totals with the batches that the device has completed."""
-        found = self._stages[stage]
+        totals = self.stages[stage]
         if self.timer is not None:
             self.timer.read()
-            found.records += _resolved(found.late, self.timer.failed)
-        if records := found.records:
-            found.records = []
+            totals.records += _resolved(totals.late, self.timer.failed)
+        if records := totals.records:
+            totals.records = []
             for listener in self.listeners:
                 listener(stage, records)
-            _add(found, records)
+            _add(totals, records)
 
     def end_stage(self, stage: str) -> None:
         """Drop batches of a stage that the device has not finished by its end."""
         self.fold(stage)
-        found = self._stages[stage]
-        found.late.clear()
-        if found.slowed and not found.edges[-1].batches and stage not in self._explained:
+        totals = self.stages[stage]
+        totals.late.clear()
+        if totals.slowed and not totals.edges[-1].batches and stage not in self._explained:
             self._explained.add(stage)
             rank_zero_info(_ALL_SLOWED.format(stage))
 
@@ -202,25 +197,12 @@ class BatchTotals:
 
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""
-        found = self._stages[stage]
-        sums, cost = found.edges[-1], found.last_cost
+        totals = self.stages[stage]
+        sums, cost = totals.edges[-1], totals.last_cost
         operations = (cost.tracked_operations, cost.untracked_operations) if cost else (0, 0)
-        flops = sums.flops + found.untimed_flops
-        ideal = sums.ideal_seconds + found.untimed_ideal_seconds
-        return (*sums.shared(self.sharing), found.known, flops, ideal, *operations)
-
-    def last_batches(self, stage: str, size: int) -> Sums:
-        """The sums over the last batches of a stage, ``size`` at most.
-
-        A stage without a timed batch gives those that were slowed down, without their FLOPs.
-        """
-        edges = self._stages[stage].edges
-        if not edges[-1].batches:
-            slowed = _Stage(size)
-            _add(slowed, self._stages[stage].slowed)
-            edges = slowed.edges
-        first = edges[max(len(edges) - 1 - size, 0)]
-        return edges[-1].since(first).shared(self.sharing)
+        flops = sums.flops + totals.untimed_flops
+        ideal = sums.ideal_seconds + totals.untimed_ideal_seconds
+        return (*sums.shared(self.sharing), totals.known, flops, ideal, *operations)
 
 
 class RollingBatches:
@@ -232,8 +214,18 @@ class RollingBatches:
         self.gauges = frozenset(self.columns)
 
     def totals(self, stage: str) -> Sequence[float]:
-        """The sums over the last batches."""
-        return self._batches.last_batches(stage, self._size)
+        """The sums over the last batches.
+
+        A stage without a timed batch gives those that were slowed down, without their FLOPs.
+        """
+        stages, size = self._batches.stages, self._size
+        edges = stages[stage].edges
+        if not edges[-1].batches:
+            slowed = _Stage(size)
+            _add(slowed, stages[stage].slowed)
+            edges = slowed.edges
+        first = edges[max(len(edges) - 1 - size, 0)]
+        return edges[-1].since(first).shared(self._batches.sharing)
 
 
 def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:

@@ -164,7 +164,7 @@ class PerfCallback(Callback):
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             run.resume(loaded)
-        run.describe(self.settings())
+        run.reporting.describe_settings(self.settings())
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         for after, part in zip((self, *self.parts), self.parts, strict=False):
             if part not in callbacks:

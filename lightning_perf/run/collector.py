@@ -1,10 +1,12 @@
-"""Measurements of the training on rank 0 that only a diagnosis needs: steps, costs, settings."""
+"""Measurements of the training on rank 0 that only a diagnosis needs, and when it is made."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -13,35 +15,62 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lightning_perf.cgroup import usable_cpus
+from lightning_perf.core.progress import Moment
+from lightning_perf.diagnosis.rules import without_none
 from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Setup, Signals, Step
 from lightning_perf.flops import is_compiled
 from lightning_perf.run import compat
+from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.timing.totals import Action, Cost, Totals
+from lightning_perf.tracking.page import SENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from lightning_perf.core.window import Window
+    from lightning_perf.diagnosis import Findings
     from lightning_perf.run.batches import BatchRecord
     from lightning_perf.run.run import Run
     from lightning_perf.run.window_log import WindowLog
+    from lightning_perf.run.windows import Subscriber
+    from lightning_perf.schedule import Schedule
 
 #: Maximum steps whose times are kept.
 _MOST_STEPS = 20_000
 #: torch's name for the time of one compilation.
 _COMPILED = "_compile.compile_inner"
+#: The maximum share of the time for analyses during training, because they compete for the GIL, and
+#: additional seconds for the first ones.
+_MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
 
 
 class Collector:
-    """Collects the steps and further costs of a training, in bounded memory.
+    """Collects the steps and further costs of a training, in bounded memory, and has them analysed.
 
     Args:
         context: The run.
+        schedule: When to analyse during training. The end is always analysed.
+        analyse: Called with the signals, during training on a worker thread.
         recordings: The number of recordings of this process so far, and whether one is open.
     """
 
-    def __init__(self, context: Run, recordings: Callable[[], tuple[int, bool]]) -> None:
+    def __init__(
+        self,
+        context: Run,
+        schedule: Schedule | None,
+        analyse: Callable[[Signals], Findings],
+        recordings: Callable[[], tuple[int, bool]],
+    ) -> None:
         self._context, self._recordings_now = context, recordings
+        self._schedule, self._analyse = schedule, analyse
+        if schedule is not None:
+            schedule.setup(context.schedule_context)
+        # When training began, and CPU seconds of analyses since.
+        self._began: float | None = None
+        self._spent = 0.0
+        #: Whether an analysis runs on the worker thread.
+        self.analysing = False
         self._setup = Setup()
         self._log: WindowLog
         self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
@@ -59,12 +88,57 @@ class Collector:
         self.gc.open()
         context.listen(self._add_steps)
 
-    def begin(self, log: WindowLog) -> None:
-        """Training begins, whose windows are in a log."""
-        self._log = log
+    def enter(self, callback: Subscriber) -> bool:
+        """A stage starts; return whether training begins. The callback receives its windows."""
+        context = self._context
+        self.add_compilations("forward")
+        if context.stage != "train" or self._began is not None:
+            return False
+        self._began, self._log = time.monotonic(), context.log_of(callback, "train")
         self._opened, _ = self._recordings_now()
         self._origin = Totals(self._costs())
-        self._setup = _setup(self._context)
+        self._setup = _setup(context)
+        return True
+
+    def receive(self, window: Window) -> None:
+        """A window has arrived; on rank 0 the schedule may select an analysis."""
+        if window.stage != "train":
+            return
+        context = self._context
+        sample_ranks(context.sampler, window)
+        if window.rank != 0:
+            return
+        if not (window.at_end or self.analysing) and self._selects(window):
+            self.analysing = True
+            job = partial(self._run, self.signals(), window.step)
+            if not context.file_worker.submit(job, "the diagnosis"):
+                self.analysing = False
+        context.deliver()
+
+    def _selects(self, window: Window) -> bool:
+        if self._schedule is None or self._began is None:
+            return False
+        context = self._context
+        moment = Moment(
+            window.stage, window.last, window.first, context.limits, context.ranks, context.run_name
+        )
+        self._schedule.observe(moment)
+        allowed = _FIRST_SECONDS + _MOST_TIME * (time.monotonic() - self._began)
+        return self._schedule(moment) and self._spent <= allowed
+
+    def _run(self, signals: Signals, step: int) -> None:
+        """Analyse signals, log the result, and tell schedules of it."""
+        began = time.thread_time()
+        try:
+            findings = self._analyse(signals)
+        finally:
+            self._spent += time.thread_time() - began
+            self.analysing = False
+        reached = self._context.reached
+        verdicts = findings.verdicts
+        names = (name for verdict in verdicts for name in (verdict.code, verdict.severity))
+        reached += [name for name in dict.fromkeys(names) if name not in reached]
+        self._context.log_from_worker(findings.metrics, step)
 
     def costs(self) -> Mapping[Action, Cost]:
         """The costs of compilations, waits for a CPU, recordings and collections so far."""
@@ -122,15 +196,32 @@ class Collector:
             context.training_mfu(), replace(self._setup, validation_loader=loader),
         )  # fmt: skip
 
-    def close(self) -> None:
-        """Stop collecting; may be called more than once."""
+    def close(self, reason: str) -> dict[str, object]:
+        """Stop collecting, and analyse the whole training, on rank 0.
+
+        Returns:
+            Sections of the summary: the costs by name, and averages of the machine's sensors.
+        """
+        context = self._context
         self.gc.close()
         self._closed = True
+        if self._schedule is not None:
+            self._schedule.close()
+        if reason == "failure" or self._began is None or context.ranks.global_rank != 0:
+            return {}
+        signals = self.signals()
+        self._run(signals, context.step)
+        context.deliver()
+        idle = signals.gpu_idle
+        averages = {name: signals.average(f"system/{name}") for name in SENSORS}
+        averages["gpu_util"] = None if idle is None else 100 * (1 - idle)
+        culprits = [row._asdict() for row in self._log.table(context.times())]
+        return {"culprits": culprits, "system": without_none(**averages)}
 
 
 def _setup(context: Run) -> Setup:
     """The settings of a training that begins."""
-    trainer, limits = context.trainer, context.limits
+    trainer: Any = context.trainer
     return Setup(
         device=trainer.strategy.root_device.type,
         world_size=context.ranks.world_size,
@@ -138,8 +229,8 @@ def _setup(context: Run) -> Setup:
         threads=torch.get_num_threads(),
         precision=str(trainer.precision),
         compiled=is_compiled(context.module),
-        log_every_n_steps=compat.log_every_n_steps(trainer),
-        batches_per_epoch=limits.batches_per_epoch,
+        log_every_n_steps=trainer.log_every_n_steps,
+        batches_per_epoch=context.limits.batches_per_epoch,
         automatic_optimization=context.module.automatic_optimization,
         reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
         loader=_loader(compat.training_loader(trainer)),
@@ -153,11 +244,9 @@ def _loader(loader: Any) -> Loader | None:
         loader = pipeline[0]
     if not hasattr(loader, "num_workers"):
         return None
-    owners = loader, getattr(loader, "batch_sampler", None)
-    sizes = (getattr(owner, "batch_size", None) for owner in owners)
     return Loader(
         num_workers=int(loader.num_workers),
-        batch_size=next((size for size in sizes if isinstance(size, int)), None),
+        batch_size=compat.loader_batch_size(loader),
         pin_memory=bool(getattr(loader, "pin_memory", False)),
         persistent_workers=bool(getattr(loader, "persistent_workers", False)),
         iterable=isinstance(getattr(loader, "dataset", None), IterableDataset),

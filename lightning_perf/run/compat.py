@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_perf.core.progress import Limits, Ranks
 from lightning_perf.flops import device_name, is_compiled
 from lightning_perf.patches import MethodPatch
-from lightning_perf.tracking.summary import installed_version
 from lightning_perf.units import three_digits
 
 if TYPE_CHECKING:
@@ -66,7 +65,9 @@ class TrainingLoop:
             last: bool = loop.batch_progress.is_last_batch
             return loop._batches_that_stepped, done.total.completed, last
         except AttributeError:
-            return self.step, self._trainer.global_step, self._trainer.is_last_batch
+            steps = self._trainer.global_step
+            step: int = getattr(self._loop, "_batches_that_stepped", steps)
+            return step, steps, self._trainer.is_last_batch
 
     @property
     def step(self) -> int:
@@ -74,11 +75,7 @@ class TrainingLoop:
 
         It counts batches with an optimizer step; ``global_step`` counts every optimizer.
         """
-        try:
-            step: int = self._loop._batches_that_stepped
-        except AttributeError:
-            return self._trainer.global_step
-        return step
+        return self.counts[0]
 
     @property
     def accumulating(self) -> bool:
@@ -162,11 +159,6 @@ def max_seconds(trainer: Trainer) -> float | None:
     return next((float(each) for each in durations if each is not None), None)
 
 
-def log_every_n_steps(trainer: Trainer) -> int:
-    """Return the trainer's ``log_every_n_steps``; 0 for never."""
-    return int(getattr(trainer, "log_every_n_steps", 0) or 0)
-
-
 def profiler_name(trainer: Trainer) -> str:
     """Return the class name of the user's profiler, such as ``PassThroughProfiler``."""
     # Not type(): TeeProfiler overrides __class__.
@@ -243,11 +235,11 @@ def monitored(trainer: Trainer) -> set[str]:
     A file name of `ModelCheckpoint` may contain others.
     """
     callbacks = [each for each in getattr(trainer, "callbacks", ()) if hasattr(each, "monitor")]
-    found = {each.monitor for each in callbacks}
+    keys = {each.monitor for each in callbacks}
     strategy = getattr(trainer, "strategy", None)
-    found |= {each.monitor for each in getattr(strategy, "lr_scheduler_configs", ())}
+    keys |= {each.monitor for each in getattr(strategy, "lr_scheduler_configs", ())}
     names = " ".join(str(getattr(each, "filename", None)) for each in callbacks)
-    return {key for key in _SHOWN if key in found or "{" + key in names}
+    return {key for key in _SHOWN if key in keys or "{" + key in names}
 
 
 def complete_monitored(trainer: Trainer) -> None:
@@ -373,7 +365,6 @@ def resumes(trainer: Trainer) -> bool:
 def setup_of(trainer: Trainer) -> dict[str, object]:
     """Device, precision and strategy, for the run's params."""
     return {
-        "version": installed_version("lightning_perf"),
         "device": device_name(trainer.strategy.root_device),
         "world_size": trainer.world_size,
         "precision": str(trainer.precision),
@@ -393,19 +384,22 @@ def validation_loader(trainer: Trainer) -> Any:
 
 def batch_size(trainer: Trainer, stage: str, nested: bool) -> int | None:
     """Return the samples of the first batch of a stage, if all its data loaders give as many."""
-    sizes = {_batch_size(loader) for loader in _loaders(_loop_of(trainer, stage, nested))}
+    sizes = {_first_batch_size(loader) for loader in _loaders(_loop_of(trainer, stage, nested))}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _batch_size(loader: Any) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    if not isinstance(size, int):
-        return None
+def _first_batch_size(loader: Any) -> int | None:
+    size = loader_batch_size(loader)
     with suppress(Exception):  # unsized data has a sampler without a length
-        return min(size, len(loader.sampler))
+        return size and min(size, len(loader.sampler))
     return size
+
+
+def loader_batch_size(loader: Any) -> int | None:
+    """Return the batch size of a DataLoader or of its batch sampler."""
+    owners = loader, getattr(loader, "batch_sampler", None)
+    sizes = (getattr(owner, "batch_size", None) for owner in owners)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _loop_of(trainer: Trainer, stage: str, nested: bool) -> Any:

@@ -20,6 +20,7 @@ from lightning_perf.run.batch_tracker import BatchCounter
 from lightning_perf.run.run import Run
 from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
 from lightning_perf.run.termination import Termination, signals_held
+from lightning_perf.tracking.summary import installed_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -158,13 +159,14 @@ class RunContext(Run):
         self.spans.enter(stage)
         if not self.begun:
             self.tracker.counter = BatchCounter([self.module, *self._data_owners])
-            self.describe({"units": _units(self.members)})
+            self.reporting.describe_settings({"units": _units(self.members)})
         limits = Limits()
         self.meter.start(stage)
         if stage == "train":
             limits = self._read_limits()
             self.progress.reconcile(self.trainer, bool(self._resumed))
-            self.describe(self.setup())
+            version = {"version": installed_version("lightning_perf")}
+            self.reporting.describe_settings(version | self.setup())
         self.stages.enter(stage, limits)
         self._select_stage()
         self.tracker.begin()
@@ -188,10 +190,6 @@ class RunContext(Run):
         for member in self.members:
             if not member.disabled:
                 member.disable(step, error)
-
-    def report(self) -> None:
-        """A batch has ended after which a report may be due."""
-        self.windows.report(self, False)
 
     def begin_epoch(self) -> None:
         """An epoch of training starts. Its data may differ, because loaders may be reloaded."""
@@ -245,10 +243,6 @@ class RunContext(Run):
             self.meter.resume(self.stage)
 
     # -- params, progress and metrics -------------------------------------------------------------
-
-    def describe(self, settings: Mapping[str, object]) -> None:
-        """Log settings of the run or of a callback as params."""
-        self.reporting.describe_settings(settings)
 
     def resume(self, progress: dict[str, Any]) -> None:
         """Restore the progress of the training that is resumed."""

@@ -305,10 +305,10 @@ def _mlflow_name(run: MlflowRun, worker: Worker) -> str:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics without NaN and infinity, as floats."""
-    found = dict(zip(metrics, map(float, metrics.values()), strict=True))
-    if not all(map(isfinite, found.values())):
-        found = {key: value for key, value in found.items() if isfinite(value)}
-    return found
+    numbers = dict(zip(metrics, map(float, metrics.values()), strict=True))
+    if not all(map(isfinite, numbers.values())):
+        numbers = {key: value for key, value in numbers.items() if isfinite(value)}
+    return numbers
 
 
 def saved_by(callbacks: Iterable[object]) -> list[Path]:

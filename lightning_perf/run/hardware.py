@@ -75,12 +75,12 @@ def cuda_memory(device: torch.device) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats_as_nested_dict(device)
-    found = {
+    figures = {
         name: gigabytes(stats[kind]["all"][moment])
         for name, (kind, moment) in _MEMORY.items()
         if kind in stats
     }
-    return {**found, "alloc_retries": float(stats.get("num_alloc_retries", 0))}
+    return {**figures, "alloc_retries": float(stats.get("num_alloc_retries", 0))}
 
 
 def gigabytes(number: float) -> float:

@@ -42,14 +42,13 @@ def restore_unused(attributes: dict[str, Any]) -> None:
 class _Hooks(Callback):
     """Stands among the callbacks of a Trainer during a run: a copy has no hooks."""
 
+    #: A plain attribute, because Lightning asks for it at every hook.
+    state_key = ""
+
     def __init__(self, run: RunContext) -> None:
         self._run = run
+        self.state_key = f"lightning_perf {id(self)}"
         skip_unused(self)
-
-    @property
-    @override
-    def state_key(self) -> str:
-        return f"lightning_perf {id(self)}"
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
@@ -140,7 +139,7 @@ class FirstHooks(_Hooks):
             with trainer.profiler.profile(span):
                 member.call(member.after_batch, run, batch)
         if run.tracker.report_possible:
-            run.advance(run.report)
+            run.advance(run.windows.report, run, False)
 
 
 #: The name under which timings list what these hooks take.

@@ -43,7 +43,6 @@ class Spans:
             # Like Lightning's default, but without a generator per span.
             self._install(SpanProfiler(lambda _: NOTHING))
 
-    @property
     def totals(self) -> Totals:
         """Exclusive times since timings were first required."""
         return self.recorder.totals() if self.recorder is not None else Totals({})

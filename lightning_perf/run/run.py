@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from lightning_perf.background import Worker
 from lightning_perf.errors import ConfigError
+from lightning_perf.flops import formula_for
 from lightning_perf.run import compat
 from lightning_perf.run.batch_tracker import BatchTracker
 from lightning_perf.run.batches import TIMED, BatchTotals
@@ -23,23 +24,21 @@ from lightning_perf.run.hardware import (
     node_sampler,
 )
 from lightning_perf.run.profiler import Spans
-from lightning_perf.run.signals import ProgressSignal, SpanSignal, WaitSignal
+from lightning_perf.run.signals import FormulaSignal, ProgressSignal, SpanSignal, WaitSignal
 from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
 from lightning_perf.timing.cuda_events import DeviceTimer, clocked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.core.progress import Moment, Timestamp
-    from lightning_perf.run.batches import BatchRecord
-    from lightning_perf.run.windows import Signal, Subscriber
+    from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
-    from lightning_perf.timing.totals import Totals
 
 _log = logging.getLogger("lightning_perf")
 
@@ -87,7 +86,14 @@ class Run:
         first = self.ranks.global_rank == 0
         self.meter.report_untracked = partial(_report_untracked, self.reporting, first)
         self.require_flops, self.require_times = self.meter.require, self.spans.require
-        self.log_of = self.windows.log_of
+        #: Deliver windows of some columns to a callback, and what is kept of them.
+        self.subscribe, self.log_of = self.windows.subscribe, self.windows.log_of
+        #: Call a function with the stage and records of batches, once their times are known.
+        self.listen = self.batches.listeners.append
+        #: Call a function at the end of the run, after the workers have stopped.
+        self.on_close = self.reporting.closing.append
+        #: Times by category since they were first required.
+        self.times = self.spans.totals
         self.check_mfu = self.meter.peaks.warn_if_above_peak
         self.exclude_from_batch_time = self.stages.exclude_from_batch_time
         self.log_from_worker, self.deliver = self.reporting.log_from_worker, self.reporting.deliver
@@ -160,17 +166,15 @@ class Run:
 
     # -- measurements -----------------------------------------------------------------------------
 
-    def subscribe(self, callback: Subscriber, columns: Iterable[str]) -> None:
-        """Deliver windows of some columns to a callback; ConfigError for an unknown one."""
-        self.windows.subscribe(callback, columns)
-
     def offer(self, prefix: str, signal: Signal) -> None:
         """Offer a signal, whose columns begin with the prefix, to subscribers."""
         self.windows.sources[prefix] = lambda: signal
 
-    def listen(self, listener: Callable[[str, Sequence[BatchRecord]], None]) -> None:
-        """Call a function with the stage and records of batches, once their times are known."""
-        self.batches.listeners.append(listener)
+    def offer_formula(self, formula: object) -> Callable[[Any], None]:
+        """Offer the signal ``formula``; returns what applies the formula to a batch."""
+        signal = FormulaSignal(formula_for(formula, self.module), self.stages, self.batches)
+        self.offer("formula", signal)
+        return signal.count
 
     def share_batches(self, data_parallel_size: int) -> None:
         """Count samples, tokens and declared FLOPs once where several ranks train on one batch."""
@@ -189,10 +193,6 @@ class Run:
         seconds, ideal = totals["flops/seconds"], totals["flops/ideal_seconds"]
         return ideal / seconds if ideal and seconds else None
 
-    def times(self, *, latest: bool = False) -> Totals:
-        """Times by category since they were first required, or until the latest report."""
-        return self.spans.latest if latest else self.spans.totals
-
     # -- outputs ----------------------------------------------------------------------------------
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -207,10 +207,6 @@ class Run:
         if self.leaves_files:
             stamp = self.progress.timestamp(stage)
             self.reporting.write_files(folder, files, stage, stamp, **options)
-
-    def on_close(self, finish: Callable[[], None]) -> None:
-        """Call a function at the end of the run, after the workers have stopped."""
-        self.reporting.closing.append(finish)
 
     def setup(self) -> dict[str, object]:
         """Device, its peak if it is known, precision and strategy."""
@@ -237,11 +233,11 @@ class Run:
             return self.batches.start()
 
         def sampler() -> Sampler | None:
-            found = self.sampler
-            if found is not None and not found.subscribed:
-                found.subscribe("windows", 1.0)
-                self.on_close(partial(found.unsubscribe, "windows"))
-            return found
+            own = self.sampler
+            if own is not None and not own.subscribed:
+                own.subscribe("windows", 1.0)
+                self.on_close(partial(own.unsubscribe, "windows"))
+            return own
 
         return {
             "batch": self.batches.start,

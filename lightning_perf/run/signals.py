@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 from lightning_perf.run.spans import BUFFERS, GRADIENTS, START
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from lightning_perf.run.batches import BatchRecord, BatchTotals
     from lightning_perf.run.spans import SpanRecorder
-    from lightning_perf.run.stages import Progress
+    from lightning_perf.run.stages import Progress, StageStack
 
 #: The columns of the device's own time, by category.
 DEVICE_COLUMNS = {
@@ -101,3 +103,42 @@ class WaitSignal:
         device = [totals.device.get(Action(stage, name, "device"), none) for name in self._device]
         exchange = self._recorder.exchange.total() if stage == "train" else 0.0
         return [self._node, exchange, *(cost.seconds for cost in (*host, *device))]
+
+
+class FormulaSignal:
+    """The signal of a formula's FLOPs, for the batches of training."""
+
+    columns = ("formula/ideal_seconds", "formula/batch")
+    gauges = frozenset({"formula/batch"})
+
+    def __init__(
+        self, formula: Callable[[Any], float], stages: StageStack, batches: BatchTotals
+    ) -> None:
+        self._formula, self._stages, self._batches = formula, stages, batches
+        batches.listeners.append(self._fold)
+        # FLOPs of batches whose records are not yet folded.
+        self._pending: deque[float] = deque()
+        self._ideal_seconds, self._last = 0.0, 0.0
+
+    def count(self, batch: Any) -> None:
+        """Apply the formula to a batch of training."""
+        if self._stages.stage != "train":
+            return
+        flops = 0.0 if batch is None else float(self._formula(batch))  # None: Lightning skipped it
+        self._pending.append(flops / self._batches.sharing)
+
+    def _fold(self, stage: str, records: Sequence[BatchRecord]) -> None:
+        """Add batches whose time is known by now."""
+        if stage != "train":
+            return
+        for record in records:
+            flops, cost = self._pending.popleft() if self._pending else 0.0, record.cost
+            if cost is None:
+                continue
+            self._last = flops
+            if flops and cost.total and record.timed:
+                self._ideal_seconds += cost.ideal_seconds * flops / cost.total
+
+    def totals(self, stage: str) -> Sequence[float]:
+        """Seconds at the peak, and FLOPs of the last batch."""
+        return (self._ideal_seconds, self._last) if stage == "train" else (0.0, 0.0)

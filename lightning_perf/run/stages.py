@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import sub
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     #: Batches, samples, tokens and seconds.
     _Totals = tuple[int, int, int, float]
-    #: Epoch, step, and the totals up to now and at the start of the epoch.
-    _Counts = tuple[int, int, _Totals, _Totals]
 
 
 class Counters:
@@ -40,7 +39,7 @@ class Counters:
         )
         # The epoch of the current moment, and what `_stamp` takes, one batch earlier.
         self._moment_epoch = stamp.epoch
-        self._before: _Counts
+        self._before: tuple[int, int, _Totals, _Totals]
         self.last_seconds = 0.0
         #: Batches since the stage was entered.
         self.batches = 0
@@ -97,29 +96,24 @@ class Counters:
     def timestamp(self) -> Timestamp:
         """Return the counts as a value."""
         totals = self.batch, self.sample, self.token, self.total_wct
-        return _stamp((self.epoch, self.step, totals, self._epoch_began), self.last_seconds)
+        return _stamp(self.epoch, self.step, totals, self._epoch_began, self.last_seconds)
 
     def previous(self) -> Timestamp:
         """Return the counts one batch earlier; the current ones before the first batch."""
-        return _stamp(self._before) if self.last_seconds else self.timestamp()
+        return _stamp(*self._before) if self.last_seconds else self.timestamp()
 
 
-def _stamp(counts: _Counts, last_seconds: float = 0.0) -> Timestamp:
-    epoch, step, (batch, sample, token, seconds), began = counts
-    batches, samples, tokens, wct = began
+def _stamp(
+    epoch: int, step: int, now: _Totals, began: _Totals, last_seconds: float = 0.0
+) -> Timestamp:
+    """The counts of a stage, whose epoch began with some totals."""
+    batch, sample, token, seconds = now
+    in_epoch: Any = map(sub, now, began)
+    batches, samples, tokens, epoch_wct = in_epoch
     return Timestamp(
-        epoch,
-        batch,
-        sample,
-        token,
-        step,
-        batch - batches,
-        sample - samples,
-        token - tokens,
-        seconds,
-        seconds - wct,
+        epoch, batch, sample, token, step, batches, samples, tokens, seconds, epoch_wct,
         last_seconds,
-    )
+    )  # fmt: skip
 
 
 class Progress:

@@ -12,7 +12,7 @@ import weakref
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from math import inf, isfinite
+from math import inf
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -237,7 +237,7 @@ class RunSummary:
 
     def _write(self, path: Path) -> None:
         """Runs on the thread that writes files, after all other files are written."""
-        root, found = self._root.path, set(destination.saved_by(self._callbacks))
+        root, paths = self._root.path, set(destination.saved_by(self._callbacks))
         # Meanwhile another process of the run may have added its stages.
         _, self._earlier = _file(path.parent, self._own["run"])
         self.join()
@@ -245,11 +245,11 @@ class RunSummary:
             if callable(value):  # it takes time, or needs the files of the run
                 self.content[key] = value()
         if self._root.mirror is None:  # the store has what is no longer here
-            found = {each for each in found if each.exists()}
-        found.update(files_below(path.parent))
+            paths = {each for each in paths if each.exists()}
+        paths.update(files_below(path.parent))
         files = sorted(
             _shown(each, root)
-            for each in found
+            for each in paths
             if not each.name.startswith(".") and not _OTHERS.fullmatch(each.name)
         )
         if (page := self.content.get("report")) and page not in files:
@@ -323,24 +323,23 @@ def _setup(context: Run) -> dict[str, Any]:
     loaded = {name: sys.modules[name] for name in _PACKAGES if name in sys.modules}
     versions = {name: getattr(each, "__version__", None) for name, each in loaded.items()}
     versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
-    setup = context.setup()
-    del setup["version"]
-    return setup | {"nodes": context.trainer.num_nodes, "versions": versions}
+    return context.setup() | {"nodes": context.trainer.num_nodes, "versions": versions}
 
 
 def _stage_windows(windows: Sequence[tuple[int, Window]]) -> dict[str, Any]:
     """The figures of a stage's windows: the whole run, and the last window if it is shorter."""
     names = ("whole_run", "last_window")
-    found = {name: _figures(*each) for name, each in zip(names, windows, strict=False)}
-    return found if windows and windows[0][1].batches else {}
+    pairs = zip(names, windows, strict=False)
+    figures = {name: finite(_figures(*each)) for name, each in pairs}
+    return figures if windows and windows[0][1].batches else {}
 
 
 def _figures(first: int, window: Window) -> dict[str, Any]:
     """The figures of one window from its first step on, without unmeasured ones."""
-    found: dict[str, Any] = {"first": first, "last": window.step, "batches": window.batches}
+    figures: dict[str, Any] = {"first": first, "last": window.step, "batches": window.batches}
     columns, rates = window.columns, dict[str, float]()
     if "progress/seconds" in columns:
-        found["seconds"] = window.mean("progress/seconds")
+        figures["seconds"] = window.mean("progress/seconds")
     if "batch/seconds" in columns and window.total("batch/seconds") > 0:
         rates = {
             name.rpartition("/")[2]: rate
@@ -351,24 +350,16 @@ def _figures(first: int, window: Window) -> dict[str, Any]:
             rates["flops_per_sec_per_device"] = rates["flops_per_sec"] / window.world_size
     if "flops/known" in columns and window.least("flops/known_batches"):
         known = utilization(window)
-        found["flops_per_batch"] = known["batch_flops"]
+        figures["flops_per_batch"] = known["batch_flops"]
         if "total_flops" in known:
-            found["peak_flops"] = known["total_flops"] / window.world_size
+            figures["peak_flops"] = known["total_flops"] / window.world_size
         if "mfu" in rates and "hfu" in known:
             rates["hfu"] = known["hfu"]
     if rates:
-        found["throughput"] = rates
+        figures["throughput"] = rates
     if "timings/forward" in columns:
-        found["timings"] = {name: window.mean(f"timings/{name}") for name in CATEGORIES}
-    return _finite(found)
-
-
-def _finite(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _finite(value) if isinstance(value, dict) else value
-        for key, value in found.items()
-        if isinstance(value, dict) or isfinite(value)
-    }
+        figures["timings"] = {name: window.mean(f"timings/{name}") for name in CATEGORIES}
+    return figures
 
 
 def _overhead(culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[Any]) -> dict[str, float]:

@@ -198,15 +198,15 @@ class WindowCallback(PerfCallback):
 
     def receive(self, window: Window) -> Mapping[str, float]:
         """Turn a window into metrics under their full keys."""
-        found = self.on_window(window)
-        if found is None:
+        returned = self.on_window(window)
+        if returned is None:
             return {}
-        kinds = {*map(type, found)} if isinstance(found, Mapping) else {object}
+        kinds = {*map(type, returned)} if isinstance(returned, Mapping) else {object}
         if not all(issubclass(kind, str) for kind in kinds):
-            raise TypeError(f"on_window returned {found!r}: return numbers by key")
+            raise TypeError(f"on_window returned {returned!r}: return numbers by key")
         prefix = f"{window.stage}/" if self.prefixes_stage and window.stage != "train" else ""
-        keys = [prefix + key for key in found] if prefix else found
-        metrics = dict(zip(keys, map(_number, found.values(), found), strict=True))
+        keys = [prefix + key for key in returned] if prefix else returned
+        metrics = dict(zip(keys, map(_number, returned.values(), returned), strict=True))
         self.metrics = self.metrics | metrics
         return metrics
 

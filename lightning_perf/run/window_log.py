@@ -13,9 +13,10 @@ import numpy as np
 
 from lightning_perf.core.window import Increase, Window
 from lightning_perf.timing.totals import CATEGORIES, TABLED, Share, Totals
+from lightning_perf.units import rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from lightning_perf.core.progress import Timestamp
     from lightning_perf.core.window import Columns, Rows, Table
@@ -92,7 +93,7 @@ class WindowLog:
     """
 
     def __init__(self, start: Report, columns: Mapping[str, int], most: int = 0) -> None:
-        self.reports, self.columns, self._most = [start], columns, most
+        self.stage, self.reports, self.columns, self._most = start.stage, [start], columns, most
         #: The minimum batches of a window that is kept.
         self._fewest: float = 1 if most else inf
         #: The last reports; they may have no batches of their own.
@@ -132,10 +133,10 @@ def _totals(report: Report) -> dict[str, float]:
     """The totals that `table` uses, from those of each rank."""
     rows, columns = report.rows, report.columns
     means = rows[0] if len(rows) == 1 else np.mean(rows, axis=0).tolist()
-    found = {name: means[columns[name]] for name in _KEPT if name in columns}
+    totals = {name: means[columns[name]] for name in _KEPT if name in columns}
     return {
         name: value * (len(rows) if name in _SUMMED else 1)
-        for name, value in found.items()
+        for name, value in totals.items()
         if isfinite(value)
     }
 
@@ -162,7 +163,7 @@ def table(log: WindowLog) -> dict[str, Any]:
         for name in known
     }
     rises = {name: values for name, values in all_rises.items() if any(values)}
-    found: dict[str, Any] = {
+    history: dict[str, Any] = {
         "warm_up": 1,
         "last": [late.step for _, (late, _) in pairs],
         "batches": [late.stamp.batch - early.stamp.batch for (early, _), (late, _) in pairs],
@@ -175,13 +176,8 @@ def table(log: WindowLog) -> dict[str, Any]:
             {row.name: row.seconds for row in (late.costs - early.costs).table(TABLED)}
             for (early, _), (late, _) in pairs
         ]
-        found["timings"] = times
-        found["culprits"] = {
+        history["timings"] = times
+        history["culprits"] = {
             row.name: rounded(table.get(row.name, 0.0) for table in tables) for row in costly
         }
-    return found
-
-
-def rounded(values: Iterable[float], digits: int = 5) -> list[float]:
-    """Values with some significant digits."""
-    return [float(f"{value:.{digits}g}") for value in values]
+    return history

@@ -148,10 +148,10 @@ class Windows:
         names, signals = Columns(), dict[Signal, None]()
         for pattern in columns:
             signal = self._signal(pattern)
-            found = matching(signal.columns, pattern)
-            if not found:
+            matches = matching(signal.columns, pattern)
+            if not matches:
                 raise _unknown_column(pattern, signal.columns)
-            names.update({name: self._columns[name] for name in found})
+            names.update({name: self._columns[name] for name in matches})
             signals[signal] = None
         most, count = self.gatherer.width, len(self._columns)
         if count > most and not self._alone:
@@ -179,16 +179,13 @@ class Windows:
     def enter(self) -> None:
         """A stage starts."""
         stage, signals = self._stages.stage, self._begin.keys()
-        all_logs: list[tuple[dict[str, WindowLog], Mapping[str, int], int]]
-        all_logs = [(self.logs, self._columns, MOST)]
-        for callback, _, _, columns, logs in self._subscriptions:
-            all_logs.append((logs, columns, MOST if callback.keeps_windows else 0))
-        if new := [log for log in all_logs if stage not in log[0]]:
-            stamp, costs = self._stages.counters.timestamp(), self._spans.totals
-            head = stage, self._stages.step - 1, stamp, False, self._rank
-            start = Report(*head, self._columns, self._gauges, costs, ())
-            for logs, columns, most in new:
-                logs[stage] = WindowLog(start, columns, most)
+        stamp, costs = self._stages.counters.timestamp(), self._spans.totals()
+        head = stage, self._stages.step - 1, stamp, False, self._rank
+        start = Report(*head, self._columns, self._gauges, costs, ())
+        self.logs.setdefault(stage, WindowLog(start, self._columns, MOST))
+        for subscription in self._subscriptions:
+            most = MOST if subscription.callback.keeps_windows else 0
+            subscription.logs.setdefault(stage, WindowLog(start, subscription.columns, most))
         # Columns count from here, without what passed since the last report of the stage.
         reported = [*self._measured.get(stage, ())]
         now = self._measure(stage, signals)
@@ -286,17 +283,18 @@ class Windows:
         last = log.last
         if last is log.reports[0] or len(report.columns) >= len(last.columns):
             log.add(report)
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         rises: dict[Report, Rows | Increase] = {}  # most callbacks have windows of one length
-        for callback, _, _, columns, logs in ended:
-            start = logs[report.stage].last
-            logs[report.stage].add(report)
+        for subscription in ended:
+            log, callback = subscription.logs[report.stage], subscription.callback
+            start = log.last
+            log.add(report)
             if start not in rises:
                 rises[start] = report.rise(start)
-            window = report.window(start, columns, rises[start])
-            found |= callback.call(callback.receive, window) or {}
-        if found:
-            self._log(found, report.step)
+            window = report.window(start, subscription.columns, rises[start])
+            metrics |= callback.call(callback.receive, window) or {}
+        if metrics:
+            self._log(metrics, report.step)
 
     def summary_windows(self, stage: str) -> list[tuple[int, Window]]:
         """The whole run of a stage, and its last window with batches if that is shorter.
@@ -313,9 +311,9 @@ class Windows:
         if not reports:
             return []
         end = reports[-1]
-        found = [(start.step + 1, end.window(start, end.columns))]
+        windows = [(start.step + 1, end.window(start, end.columns))]
         alike = [report for report in reports if report.columns is end.columns]
         for before, report in reversed(list(pairwise(alike))):
             if report.stamp.batch > before.stamp.batch:
-                return [*found, (before.step + 1, report.window(before, end.columns))]
-        return found
+                return [*windows, (before.step + 1, report.window(before, end.columns))]
+        return windows

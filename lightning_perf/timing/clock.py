@@ -220,7 +220,7 @@ class Clock:
             count = len(self.log)
             events = self.log[:count]
             del self.log[:count]
-            running, mark, opened = self._running, self._mark, self._open
+            running, mark, opened, batch = self._running, self._mark, self._open, self.batch
             items: Any = iter(events)
             for now, what, entered in zip(items, items, items, strict=True):
                 running.seconds += now - mark
@@ -233,9 +233,9 @@ class Clock:
                     running = what
                 else:
                     if opened[-1][0] is what or self._unwind(what):
-                        began = opened.pop()[2]
-                        if what is self.batch:
-                            self._batches += now - began
+                        if what is batch:
+                            self._batches += now - opened[-1][2]
+                        del opened[-1]
                     running = opened[-1][1]
             self._running, self._mark = running, mark
         finally:

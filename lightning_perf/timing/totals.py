@@ -190,12 +190,11 @@ class Floor:
 
 
 def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) -> dict[Action, Cost]:
-    nothing = Cost(0.0, 0)
-    found = {}
+    increase = {}
     for action, (seconds, calls) in later.items():
-        before = earlier.get(action, nothing)
-        found[action] = Cost(seconds - before.seconds, calls - before.calls)
-    return found
+        before_seconds, before_calls = earlier.get(action, (0.0, 0))
+        increase[action] = Cost(seconds - before_seconds, calls - before_calls)
+    return increase
 
 
 #: Rows below this share of the wall time are merged.

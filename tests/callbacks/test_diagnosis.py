@@ -461,10 +461,10 @@ def test_the_time_share_of_analyses_is_limited(
 
     class Waits(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            wait_until(lambda: not diagnosis._analysing, 60.0)
+            wait_until(lambda: not diagnosis._collector.analysing, 60.0)
 
-    monkeypatch.setattr(module, "_FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(module, "_MOST_TIME", 0.01)
+    monkeypatch.setattr(collector, "_FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(collector, "_MOST_TIME", 0.01)
     diagnosis, began = Diagnosis(rules=[Long()], schedule="every 20ba", terminal=False), time.time()
     trainer(tmp_path, diagnosis, Waits(), log_every_n_steps=10, max_epochs=12).fit(Model())
     *allowed, _last, _at_the_end = spent
@@ -484,11 +484,13 @@ def test_the_final_verdicts_are_not_replaced(tmp_path: Path) -> None:
             return [Verdict("mine", "warning", 0.5, evidence={"batches": signals.batches})]
 
     class Held(Diagnosis):
-        def _leave_files(self, *args: Any) -> None:
-            ended.set()
-            assert late.wait(60.0)
-            wait_until(lambda: not self._analysing, 60.0)
-            super()._leave_files(*args)
+        def close(self, context: Any, reason: str) -> None:
+            collector = self._collector
+            super().close(context, reason)
+            if collector is not None:
+                ended.set()
+                assert late.wait(60.0)
+                wait_until(lambda: not collector.analysing, 60.0)
 
     rule, records = Late(), Records()
     diagnosis = Held(rules=[rule], schedule="every 40ba", terminal=False)

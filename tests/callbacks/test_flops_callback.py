@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_perf import ConfigError, Every, Flops, Never, PerfWarning, SpeedMonitor
-from lightning_perf.callbacks.flops import FormulaSignal
 from lightning_perf.flops import measure
 from lightning_perf.flops.peaks import BatchCost, PeakResolver
 from lightning_perf.run.batches import BatchRecord, BatchTotals
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.context import RunContext
+from lightning_perf.run.signals import FormulaSignal
 
 KEYS = {
     "mfu", "hfu", "batch_flops", "actual_batches_per_sec", "max_batches_per_sec", "total_flops",
@@ -208,8 +209,7 @@ def test_a_window_that_opens_at_the_first_batch_stays_open(
 def test_a_formula_is_applied_to_its_own_batch(batches: int) -> None:
     """This also holds if records are summed within a stage before the formula is applied."""
     totals = BatchTotals().start()
-    formula = FormulaSignal(lambda flops: flops, totals)
-    totals.listeners.append(formula.fold)
+    formula = FormulaSignal(lambda flops: flops, SimpleNamespace(stage="train"), totals)
     cost = BatchCost(ideal_seconds=1.0, total=1.0)
     for number in range(batches):
         totals.end_batch("train", BatchRecord(1.0, 1, 0, cost, False, number == 0, False))

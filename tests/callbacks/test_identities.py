@@ -179,7 +179,7 @@ def train(folder: Path, plan: dict[str, Any]) -> None:  # noqa: C901
             if context.stage == "train":
                 context.stages.settle()
             context.batches.fold("train")
-            seen["costs"] = context.spans.totals
+            seen["costs"] = context.spans.totals()
             seen["batch"] = context.batches.totals("train")
             seen["progress"] = context.progress
             seen["steps"] = diagnosis._collector.signals()

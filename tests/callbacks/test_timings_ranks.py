@@ -50,7 +50,7 @@ class WritesTimings(Stopped):
         self.names: list[str] = []
 
     def window_due(self, context: Any, at_end: bool) -> bool:
-        self.names = [action.name for action in context.spans.totals.costs]
+        self.names = [action.name for action in context.spans.totals().costs]
         return super().window_due(context, at_end)
 
     def receive(self, window: Any) -> Any:

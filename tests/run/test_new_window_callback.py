@@ -10,6 +10,7 @@ import pytest
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import ConfigError, PerfWarning, Window, WindowCallback
+from lightning_perf.extend import Run
 
 
 class Silent(WindowCallback):
@@ -85,3 +86,31 @@ def test_invalid_metrics_are_reported(tmp_path: Path, returned: object, message:
     """The callback is switched off, and training continues."""
     with pytest.warns(PerfWarning, match=message):
         trainer(tmp_path, Returning(returned), logger=Records()).fit(Small())
+
+
+def test_a_callback_may_keep_its_windows_with_their_costs(tmp_path: Path) -> None:
+    """The log has each window of a stage; its named costs include those of the callback itself."""
+    mine = ("mine", "", "counted")
+
+    class Keeps(Returning):
+        keeps_windows = True
+
+        def costs(self) -> Any:
+            return {mine: (0.0, self.calls)}
+
+        def on_window(self, window: Window) -> None:
+            self.calls += window.stage == "train"
+
+        def close(self, context: Run, reason: str) -> None:
+            super().close(context, reason)
+            self.kept = context.log_of(self, "train")
+            self.table = self.kept.table(context.times())
+
+    callback = Keeps(None)
+    callback.calls = 0
+    trainer(tmp_path, callback, logger=Records(), log_every_n_steps=4).fit(Small())
+    windows = callback.kept.windows()
+    assert [window.batches for window in windows] == [4, 4, 4, 4]
+    assert [window.costs[mine][1] for window in windows] == [0, 1, 1, 2]
+    assert all(window.costs["train", "forward", "training_step"].calls == 4 for window in windows)
+    assert callback.table

@@ -334,7 +334,7 @@ def test_snapshots_are_subtracted(tmp_path: Path) -> None:
             context.spans.require()
 
         def after_batch(self, context: RunContext, batch: Any) -> None:
-            found.append(context.spans.totals)
+            found.append(context.spans.totals())
 
     trainer(tmp_path, UsesSnapshots(), limit_train_batches=4, logger=Records()).fit(TwoOptimizers())
     between = found[3] - found[1]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
 from lightning_perf.diagnosis.signals import STRATEGY, Unknown
-from lightning_perf.units import duration
+from lightning_perf.units import duration, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -58,6 +58,10 @@ _LEAST_ONCE = 0.1
 _UNIFORM = 0.5
 #: Phases in which a GPU computes. One counts if its excess is at least this share of the largest.
 _COMPUTED, _COUNTS = ("forward", "backward", "optimizer"), 0.25
+#: The number of windows in which a training that runs searches a straggler.
+_RECENT = 10
+#: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
+_MOST_RANKS = 512
 #: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
 _TIME_SLICE = 4e-3
 
@@ -151,6 +155,42 @@ def straggler_of(works: Sequence[Work]) -> Straggler | None:
             if straggler is not None and straggler.share >= least:
                 return straggler
     return None
+
+
+class RecentWork:
+    """The work of a training's last windows, and the straggler in them."""
+
+    def __init__(self) -> None:
+        self._started = False
+        self._works: deque[Work] = deque(maxlen=_RECENT)
+
+    def add(self, window: Window) -> tuple[Straggler | None, dict[str, float]]:
+        """Add a window; return the straggler and its metrics, -1 for none."""
+        # The first batch of a run is slow for other reasons.
+        if self._started:
+            self._works.append(work_of(window))
+        self._started = True
+        late = straggler_of(self._works)
+        return late, {
+            "straggler/rank": -1.0 if late is None or late.rank is None else late.rank,
+            "straggler/node": -1.0 if late is None else late.node,
+            "straggler/phase": -1.0 if late is None else list(PHASES).index(late.phase),
+            "straggler/share": 0.0 if late is None else late.share,
+        }
+
+
+def lateness_table(windows: Sequence[Window]) -> dict[str, Any]:
+    """How late each rank was: the last step of each window, and seconds per batch by rank.
+
+    With many ranks, several share a list, which has the latest of them.
+    """
+    lateness = np.stack([work_of(window).lateness for window in windows], axis=1)
+    shared = -(-len(lateness) // _MOST_RANKS)
+    lateness = np.maximum.reduceat(lateness, np.arange(0, len(lateness), shared), axis=0)
+    return {
+        "last": [window.step for window in windows],
+        "lateness": [rounded(row, 3) for row in lateness.clip(min=0.0)],
+    }
 
 
 def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | None:
