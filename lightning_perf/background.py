@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -186,8 +186,7 @@ class Worker:
         try:
             job()
         except caught as error:
-            with suppress(Exception):  # the user may have replaced how warnings are shown
-                warn(f"{label} failed in the background ({type(error).__name__}: {error})")
+            warn(f"{label} failed in the background ({type(error).__name__}: {error})")
 
 
 def wait_until(done: Callable[[], bool], timeout: float) -> None:

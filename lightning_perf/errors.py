@@ -100,13 +100,14 @@ class PerfWarning(UserWarning):
 def warn(message: str) -> None:
     """Issue a `PerfWarning`, with credentials in URLs removed.
 
-    Never raises: if the user has turned warnings into errors, the message is logged instead,
-    because our warnings must not stop training or skip the code after them.
+    One line, whatever an error or a name has. Never raises: if the user has turned warnings into
+    errors, the message is logged instead, because our warnings must not stop training or skip the
+    code after them.
     """
-    text = f"lightning_perf: {printable(redacted(message))}"
+    text = f"lightning_perf: {printable(redacted(message))}".replace("\n", r"\n")
     try:
         warnings.warn(text, PerfWarning, stacklevel=3)
-    except PerfWarning:
+    except Exception:  # also of whatever shows warnings: Lightning's needs the current folder
         _log.warning(text)
 
 

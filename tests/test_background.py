@@ -92,7 +92,7 @@ def test_a_full_queue_refuses_at_once(worker, gate):
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit("boom")])
 @pytest.mark.parametrize("how", ["warning", "exception"])
-def test_a_failing_job_does_not_stop_the_worker(worker, error, how, monkeypatch):
+def test_a_failing_job_does_not_stop_the_worker(worker, error, how, monkeypatch, caplog):
     """The failure is a warning with its label, which may raise itself, and the next job runs."""
     seen, said = [], []
 
@@ -112,6 +112,8 @@ def test_a_failing_job_does_not_stop_the_worker(worker, error, how, monkeypatch)
     (text,) = said
     assert text.endswith(f"failing failed in the background ({type(error).__name__}: boom)")
     assert seen == [1]
+    assert (text in caplog.text) == (how == "exception")
+    caplog.clear()
 
 
 def test_call_returns_the_result(worker):

@@ -45,7 +45,28 @@ def test_warnings_contain_no_secret(text, expected):
     """Addresses lose user, password and query string; paths and other text are unchanged."""
     with pytest.warns(PerfWarning) as caught:
         warn(text)
-    assert str(caught[0].message) == f"lightning_perf: {expected}"
+    assert str(caught[0].message) == f"lightning_perf: {expected}".replace("\n", r"\n")
+
+
+def test_a_warning_is_one_line():
+    """A path or an error of several lines does not look like another message."""
+    with pytest.warns(PerfWarning) as caught:
+        warn("no /tmp/a\n\x1b[2Jb")
+    assert str(caught[0].message) == r"lightning_perf: no /tmp/a\n\x1b[2Jb"
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError])
+def test_a_warning_that_cannot_be_shown_is_logged(monkeypatch, caplog, error):
+    """Such as by Lightning, which needs the current folder, in a folder that was deleted."""
+
+    def show(*warning):
+        raise error
+
+    monkeypatch.setattr("warnings.showwarning", show)
+    warnings.simplefilter("always")  # until the end of the test
+    warn("still there")
+    assert "still there" in caplog.text
+    caplog.clear()
 
 
 @pytest.mark.parametrize(("text", "expected"), ADDRESSES)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import quote
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
@@ -65,7 +67,7 @@ def _activity(named: Any) -> Any:
 
 def _export(profiler: profile, path: Path) -> None:
     """Write the trace."""
-    with tools.utf8_name(path) as name:
+    with tools.plain_name(path) as name:
         profiler.export_chrome_trace(name)
     if path.exists():  # otherwise the writer reports it
         tools.check_whole(path)
@@ -233,7 +235,7 @@ class PyTorch(Profiler):
         # Step numbers are batch numbers, so that traces of several ranks match.
         profiler.step_num = first
         for key, value in self._metadata(context, warmup).items():
-            profiler.preset_metadata_json(key, json.dumps(value))
+            profiler.preset_metadata_json(key, json.dumps(value, ensure_ascii=False))
         with tools.torch_profilers.starting():
             profiler.start()
 
@@ -292,10 +294,12 @@ class PyTorch(Profiler):
 
     def _metadata(self, context: Run, warmup: int) -> dict[str, Any]:
         ranks, stamp = context.ranks, context.moment.ahead(warmup).timestamp
-        named = {"run_name": self._open_session.writer.run_name}
+        # Without what JSON escapes: torch writes slashes for all backslashes.
+        run_name = re.sub(r'["\\\n\t]', lambda x: quote(x[0]), self._open_session.writer.run_name)
         placed = {name: getattr(ranks, name) for name in ("local_rank", "node_rank", "world_size")}
         counts = {name: getattr(stamp, name) for name in ("epoch", "batch", "step")}
-        return {"rank": ranks.global_rank, **placed, **named, "stage": context.stage, **counts}
+        named = {"run_name": run_name, "stage": context.stage}
+        return {"rank": ranks.global_rank, **placed, **named, **counts}
 
 
 def _phases(first: int, warmup: int) -> Callable[[int], ProfilerAction]:

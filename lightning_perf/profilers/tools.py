@@ -207,9 +207,12 @@ def check_whole(path: Path) -> None:
 
 
 @contextmanager
-def utf8_name(path: Path) -> Iterator[str]:
-    """The path for tools that take UTF-8 only: through a link if its folder has another name."""
-    if (name := str(path)).encode(errors="ignore").decode() == name:
+def plain_name(path: Path) -> Iterator[str]:
+    """The path for tools that write it to JSON unescaped, or take UTF-8 only.
+
+    It leads through a link if the folder has another name.
+    """
+    if (name := path.as_posix()).isprintable() and not {*'"\\'} & {*name}:
         yield name
         return
     with TemporaryDirectory(prefix="lightning_perf-") as folder:
@@ -258,7 +261,7 @@ def run_program(command: str, *arguments: Path | str) -> str:
     """
     with ExitStack() as links:
         named = (
-            links.enter_context(utf8_name(each)) if isinstance(each, Path) else each
+            links.enter_context(plain_name(each)) if isinstance(each, Path) else each
             for each in arguments
         )
         done = subprocess.run(  # noqa: S603

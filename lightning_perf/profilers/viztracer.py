@@ -95,7 +95,7 @@ def stop(tracer: Any, path: Path) -> None:
     # VizTracer selects the format by the suffix.
     raw = path.with_name(f"{path.name}.json")
     try:
-        with tools.utf8_name(raw) as name:
+        with tools.plain_name(raw) as name:
             tracer.save(name, verbose=0)
     except ValueError as error:  # the file cannot be opened
         raise OSError(str(error)) from error

@@ -168,12 +168,6 @@ class Reporting:
         for target in self._mlflow:
             target.log_params({f"lightning_perf/{key}": value for key, value in settings.items()})
 
-    def describe(self, text: Callable[[], str]) -> None:
-        """Make a text the description of MLflow runs, unless the user wrote one."""
-        if not self._trial:
-            for target in self._mlflow:
-                target.describe(text())
-
     def close(self, file_timeout: float, timeout: float) -> None:
         """Wait at most so many seconds for files and uploads; warn about metrics not sent.
 

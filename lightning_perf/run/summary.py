@@ -36,7 +36,6 @@ from lightning_perf.tracking.summary import (
     RUNNING,
     VERSION,
     SummaryError,
-    description,
     main_stage,
     panel,
     read_summary,
@@ -216,7 +215,7 @@ class RunSummary:
         return bool(self.content.get("process") != content["process"])
 
     def write(self) -> None:
-        """Write the file after all others of the run, and the description in MLflow."""
+        """Write the file after all others of the run."""
         self.join()
         context = self._context
         if not context.leaves_files:
@@ -233,7 +232,6 @@ class RunSummary:
                 {name: lambda path: write_text(path, report_page(self.content))}, remote=PAGE_NAME
             )
         self._written = True
-        self._context.reporting.describe(partial(description, self.content))
 
     def _write(self, path: Path) -> None:
         """Runs on the thread that writes files, after all other files are written."""

@@ -14,7 +14,7 @@ from collections import deque
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -33,7 +33,7 @@ from lightning_perf.tracking.summary import (
 from lightning_perf.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mlflow import MlflowClient
 
@@ -127,7 +127,7 @@ class MlflowRun(Tracker):
         """The run's tags."""
         return dict(self.client().get_run(self.run_id).data.tags)
 
-    def describe(self, text: str) -> None:
+    def _describe(self, text: str) -> None:
         """Make a text the run's description, unless the user wrote one."""
         before = self.tags().get(_DESCRIPTION, "")
         if not before or is_ours(before):
@@ -137,6 +137,9 @@ class MlflowRun(Tracker):
     def upload(self, path: Path, remote: str) -> None:
         client = self.client()
         folder, _, name = remote.rpartition("/")
+        if name == FILE_NAME:  # together, so that the description waits and is sent later, too
+            with suppress(SummaryError):  # another file of this name
+                self._describe(description(read_summary(path)))
         if path.name == name:
             client.log_artifact(self.run_id, str(path), folder or None)
             return
@@ -160,7 +163,6 @@ class MlflowRun(Tracker):
     def _end(self, summary: Summary) -> None:
         status, client = _ENDS.get(summary["status"]), self.client()
         if status and client.get_run(self.run_id).info.status == "RUNNING":
-            self.describe(description(summary))
             ended = int(datetime.fromisoformat(summary["ended"]).timestamp() * 1000)
             with redirect_stdout(io.StringIO()):  # MLflow prints the address with its password
                 client.set_terminated(self.run_id, status, ended)
@@ -287,11 +289,7 @@ class MlflowMetrics:
     def log_params(self, params: Mapping[str, object]) -> None:
         """Queue params; a param that the run already has keeps its value."""
         texts = {clean_key(key): str(value)[:_LONGEST_PARAM] for key, value in params.items()}
-        self._submit("params", lambda: self._send_params(texts))
-
-    def describe(self, text: str) -> None:
-        """Queue the description of the run."""
-        self._submit("description", lambda: self._run.describe(text))
+        self._worker.submit(partial(self._send_params, texts), "params to MLflow")
 
     def flush(self) -> None:
         """Send the waiting metrics now."""
@@ -359,20 +357,14 @@ class MlflowMetrics:
     def _send_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        client = self._run.client()
-        # MLflow refuses the whole call if a param would change.
-        there = client.get_run(self._run.run_id).data.params
-        new = [Param(key, value) for key, value in params.items() if key not in there]
-        client.log_batch(self._run.run_id, params=new)
-
-    def _submit(self, what: str, send: Callable[[], object]) -> None:
-        def job() -> None:
-            try:
-                send()
-            except Exception as error:
-                self._warn(what, f"the {what} did not arrive ({describe(error)})")
-
-        self._worker.submit(job, f"{what} to MLflow")
+        try:
+            client = self._run.client()
+            # MLflow refuses the whole call if a param would change.
+            there = client.get_run(self._run.run_id).data.params
+            new = [Param(key, value) for key, value in params.items() if key not in there]
+            client.log_batch(self._run.run_id, params=new)
+        except Exception as error:
+            self._warn("params", f"the params did not arrive ({describe(error)})")
 
     def _warn(self, kind: str, problem: str) -> None:
         address = self._run.address["tracking_uri"]

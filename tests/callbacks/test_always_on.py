@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 import torch
 from helpers.small import WIDTH, Records, Small, left_in, trainer
 from helpers.small import ours as ours_among
+from helpers.torch_traces import traces
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
 from torch.utils.data import DataLoader, TensorDataset
@@ -279,26 +282,39 @@ def test_an_unchanged_script_is_measured(in_tmp: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
-def test_a_name_that_is_no_utf8_loses_no_file(tmp_path: Path) -> None:
-    """A folder and a run with Latin-1 names get every file of every profiler."""
-    folder = tmp_path / os.fsdecode(b"caf\xe9")
+@pytest.mark.parametrize(
+    ("named", "below", "in_traces"),
+    [
+        (b"caf\xe9", "caf_udce9-version_0", "caf%5Cudce9-version_0"),
+        (b'"\\\n\t%s{a}\xc3\xa9', '"____s{a}\xe9-version_0', "%22%5C%0A%09%s{a}\xe9-version_0"),
+    ],
+    ids=["latin-1", "escaped"],
+)
+def test_a_name_of_any_bytes_loses_no_file(
+    tmp_path: Path, named: bytes, below: str, in_traces: str
+) -> None:
+    """A folder and a run with such names get every file of every profiler, and whole traces."""
+    folder = tmp_path / os.fsdecode(named)
     folder.mkdir()
     torch_pages = {"with_stack": True, "record_shapes": True, "key_averages": True}
     profilers = [
         PyTorch(schedule="at 2ba", memory_filename="memory.html", **torch_pages),
         VizTracer(schedule="at 5ba", patch=True),
-        VizTracer(schedule="at 7ba", compress=False, folder=f"{folder}/{{run_name}}/plain"),
+        VizTracer(schedule="at 7ba", compress=False, folder="{run_name}/plain"),
         Memray(schedule="at 9ba", flamegraph=True),
     ]
-    logger = CSVLogger(folder, name=os.fsdecode(b"l\xf6ss"))
+    logger = CSVLogger(folder, name=folder.name)
     run = trainer(folder, always_on(show_summary=False), *profilers, logger=logger)
     data = TensorDataset(torch.ones(64, WIDTH), torch.ones(64, 1))
     run.fit(Small(), DataLoader(data, 4, num_workers=1))
     files = [path for path in left_in(folder) if path.name != "metrics.csv"]
-    left = {path.relative_to(folder / "l_udcf6ss-version_0").as_posix() for path in files}
+    left = {path.relative_to(folder / below).as_posix() for path in files}
     assert left == {
         "plain/rank0.8.json", "report.html",
         "memray/rank0.10.bin", "memray/rank0.10.html", "memray/rank0.10.txt",
         "torch_traces/memory.html", "torch_traces/rank0.3.pt.trace.json.gz",
         "torch_traces/rank0.3.pt.trace.txt", "viztracer/rank0.6.json.gz",
     }  # fmt: skip
+    (trace,) = traces(folder / below / "torch_traces").values()
+    assert trace["run_name"] == in_traces
+    assert json.loads(gzip.decompress((folder / below / "viztracer/rank0.6.json.gz").read_bytes()))
