@@ -17,6 +17,7 @@ from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batch_tracker import BatchCounter
+from lightning_perf.run.hooks import LastHooks
 from lightning_perf.run.run import Run
 from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
 from lightning_perf.run.termination import Termination, signals_held
@@ -62,9 +63,9 @@ class RunContext(Run):
         self._patches = PatchSet()
         this = weakref.ref(self)
         self._patches.wrap_in_context(trainer.strategy, "on_exception", partial(_end, this))
-        self._termination = Termination(partial(_abandon, this))
-        handled = partial(_handled_by_lightning, this)
-        self._patches.wrap_in_context(compat.signal_connector(trainer), "teardown", handled)
+        self._termination = Termination(partial(_end, this))
+        torn_down = partial(_torn_down, this)
+        self._patches.wrap_in_context(compat.signal_connector(trainer), "teardown", torn_down)
         epoch = compat.training_epoch_loop(trainer)
         self._patches.wrap_in_context(epoch, "run", partial(_batches_of_epoch, this))
         for loop, *stages in compat.evaluation_loops(trainer):
@@ -262,25 +263,36 @@ class RunContext(Run):
             self._live.refresh(self)
 
 
-def _end(reference: weakref.ref[RunContext]) -> AbstractContextManager[None]:
-    """End a run before the strategy handles an exception, which then propagates."""
-    _abandon(reference)
+def _end(
+    reference: weakref.ref[RunContext], reason: str = "exception"
+) -> AbstractContextManager[None]:
+    """End a run, before the strategy handles an exception, which then propagates."""
+    with suppress(Exception):
+        if (context := reference()) is not None:
+            context.leave(reason)
     return nullcontext()
 
 
-def _abandon(reference: weakref.ref[RunContext]) -> None:
-    context = reference()
-    with suppress(Exception):
-        if context is not None:
-            context.leave("exception")
+def _end_without_hooks(this: weakref.ref[RunContext]) -> AbstractContextManager[None]:
+    """End a run whose hooks the user removed from the Trainer's callbacks."""
+    callbacks = getattr(getattr(this(), "trainer", None), "callbacks", ())
+    removed = all(type(each) is not LastHooks for each in callbacks)
+    return _end(this, "teardown") if removed else nullcontext()
 
 
 @contextmanager
-def _handled_by_lightning(reference: weakref.ref[RunContext]) -> Iterator[None]:
-    """Lightning handles SIGTERM up to now; from now on, until its end, the run does."""
+def _torn_down(this: weakref.ref[RunContext]) -> Iterator[None]:
+    """Lightning handles SIGTERM up to now; from now on, until its end, the run does.
+
+    Only the hooks at the end of Lightning's function are left, and then the profiler's summary.
+    """
     yield
-    if (context := reference()) is not None:
+    if (context := this()) is not None:
         context._termination.handle()
+        profiler = getattr(context.trainer, "profiler", None)
+        theirs, end = getattr(profiler, "_theirs", profiler), partial(_end_without_hooks, this)
+        context._patches.wrap_in_context(theirs, "describe", end)
+        end()
 
 
 @contextmanager

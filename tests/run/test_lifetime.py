@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import memray
 import pytest
 from helpers.small import Records, Small, trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -20,12 +22,14 @@ from torchmetrics import MeanMetric
 from lightning_perf import (
     Diagnosis,
     Flops,
+    Memray,
     PerfWarning,
     PyTorch,
     SpeedMonitor,
     Suite,
     SystemMetrics,
     Timings,
+    VizTracer,
 )
 from lightning_perf.run import context as module
 
@@ -223,6 +227,54 @@ def test_an_error_inside_a_tuner_releases_the_trainer(
     del tuning
     assert_gone(watched)
     assert_gone(run(tmp_path, ours, [], fit))  # they can be used again
+
+
+REMOVALS: dict[str, Callable[[Any], object]] = {
+    "clears": lambda made: made.callbacks.clear(),
+    "replaces": lambda made: setattr(made, "callbacks", []),
+    "rebuilds": lambda made: setattr(
+        made,
+        "callbacks",
+        [each for each in made.callbacks if not type(each).__module__.startswith("lightning_perf")],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("hook", "removal"),
+    [
+        *(("on_train_batch_end", removal) for removal in REMOVALS),
+        ("on_fit_end", "clears"),
+        ("teardown", "clears"),
+    ],
+)
+@pytest.mark.parametrize(("recorder", "profiler"), [(VizTracer, None), (Memray, "simple")])
+def test_a_run_ends_if_the_user_removes_its_hooks(
+    tmp_path: Path, hook: str, removal: str, recorder: Any, profiler: str | None
+) -> None:
+    """A callback removes ours from the Trainer: files are written, and all patches are removed."""
+    remove = REMOVALS[removal]
+
+    class Removes(L.Callback):
+        def __init__(self) -> None:
+            setattr(self, hook, lambda made, *_, **__: made.global_step < 2 or remove(made))
+
+    def act(made: Any, model: Metered) -> None:
+        owners = (made.strategy, made.profiler, made._signal_connector, made.fit_loop.epoch_loop)
+        known = [{*vars(each)} for each in owners]
+        made.fit(model)
+        new.update(*({*vars(each)} - names for each, names in zip(owners, known, strict=True)))
+        profilers.extend([owners[1], made.profiler])
+
+    new, profilers = set[str](), list[Any]()
+    ours = [*everything(), recorder(schedule="first 9ba")]
+    assert_gone(run(tmp_path, [Removes(), *ours], [], act, profiler=profiler, logger=False))
+    assert [name for name in new if not name.startswith("_")] == []
+    assert profilers[0] is profilers[1]
+    assert sys.getprofile() is None
+    assert [*tmp_path.rglob("summary.json")]
+    with memray.Tracker(tmp_path / "again.bin"):  # refused while another one is active
+        pass
 
 
 def test_an_on_exception_that_raises_releases_the_trainer(tmp_path: Path) -> None:
