@@ -35,7 +35,7 @@ _CALLED = {
     FETCH: "the training DataLoader",
     "iter": "the iterator of the training DataLoader",
     "first fetch": "the first batch of each epoch",
-    "lr_scheduler_step": "learning rate schedulers",
+    "lr_scheduler_step": "stepping the learning rate schedulers",
 }
 
 
