@@ -9,7 +9,8 @@ from fractions import Fraction
 from functools import wraps
 from importlib.util import find_spec
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.time import Time, TimeUnit
@@ -41,13 +42,25 @@ _UNITS: list[tuple[str, str, int | Fraction]] = [
     ("d day", "sec", 86400),
 ]
 _WORDS = {word: (unit, factor) for words, unit, factor in _UNITS for word in words.split()}
-#: Units that `Time` reads itself, as in 90m.
-_OF_TIME = ("ms", "s", "sec", "m", "h", "d")
 #: Words for one unit, as in "every epoch".
 _ONE = {
     "epoch": "1ep", "batch": "1ba", "step": "1step", "second": "1sec", "minute": "1m", "hour": "1h",
 }  # fmt: skip
-_AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]+|%)", re.ASCII | re.IGNORECASE)
+_AMOUNT = re.compile(r"(\d{1,15}(?:\.\d{0,9})?|\.\d{1,9})\s*([a-z]+|%)", re.ASCII | re.IGNORECASE)
+
+
+def amount(text: str) -> tuple[Fraction, str]:
+    """The number and the unit of an amount in words; the unit is empty if a text is none.
+
+    Example:
+        >>> amount("500 ms"), amount("2 Epochs")
+        ((Fraction(1, 2), 'sec'), (Fraction(2, 1), 'ep'))
+    """
+    match = _AMOUNT.fullmatch(_ONE.get(text.lower(), text))
+    number, word = match.groups() if match else ("0", "")
+    names = (word.lower().removesuffix(end) for end in ("", "s", "es"))
+    unit, factor = next((_WORDS[name] for name in names if name in _WORDS), ("", 1))
+    return Fraction(number) * factor, unit
 
 
 def worded(text: str) -> str:
@@ -59,19 +72,10 @@ def worded(text: str) -> str:
         >>> worded("10%"), worded("50 percent")
         ('0.1dur', '0.5dur')
     """
-    text = _ONE.get(text, text)
-    match = _AMOUNT.fullmatch(text)
-    number, word = match.groups() if match else ("", "")
-    names = (word.lower().removesuffix(end) for end in ("", "s", "es"))
-    unit, factor = next((_WORDS[name] for name in names if name in _WORDS), ("", 1))
-    if unit == "%":
-        return f"{float(Fraction(number) / 100)}dur"
-    if not unit or word in _OF_TIME:
-        return text
-    if unit != "sec":
-        return f"{number}{unit}"
-    seconds = factor * Fraction(number)
-    return f"{seconds}sec" if seconds.denominator == 1 else text
+    number, unit = amount(text)
+    if unit in ("%", "dur"):
+        return f"{float(number / 100 if unit == '%' else number)}dur"
+    return f"{number}{unit}" if unit and number.denominator == 1 else text
 
 
 ALL_UNITS = frozenset(TimeUnit)
@@ -84,15 +88,22 @@ _LONGEST = 10**15
 _OFF = ("no", "off", "false", "0", "n", "f", "")
 
 
-def whole(field: str, value: int, minimum: int, example: str) -> int:
-    """Return a whole number if it is at least ``minimum``; the example is Python source."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        if isinstance(value, str | float) and re.fullmatch(r"\d{1,15}(?:\.0*)?", str(value)):
-            meant = int(float(value))
-            example = str(meant) if meant >= minimum else example
-        problem = f"is not valid, expected a whole number of at least {minimum}"
-        raise ConfigError(field, value, problem, example)
-    return value
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number, of numpy or not, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def whole(field: str, value: int, minimum: int, example: str, maximum: int = _LONGEST) -> int:
+    """Return a whole number if it is in a range; the example is Python source."""
+    if isinstance(value, Integral) and not isinstance(value, bool) and value >= minimum:
+        if value > maximum:
+            raise ConfigError(field, value, f"is too large, expected {maximum} at most", example)
+        return int(value)  # numpy's are neither JSON nor equal in texts
+    if isinstance(value, str | float) and re.fullmatch(r"\d{1,15}(?:\.0*)?", str(value)):
+        meant = int(float(value))
+        example = str(meant) if meant >= minimum else example
+    problem = f"is not valid, expected a whole number of at least {minimum}"
+    raise ConfigError(field, value, problem, example)
 
 
 def flag(field: str, value: bool) -> bool:
@@ -135,7 +146,9 @@ def times(
 
 
 def name_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a function or a constructor answer an unknown argument with the nearest of its own.
+    """Let a function or a constructor answer arguments that it does not have with what was meant.
+
+    That is the nearest of its own for an unknown one, and a list for several instead of one.
 
     Constructors of schedules and callbacks are passed here by their base classes.
     """
@@ -146,6 +159,9 @@ def name_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(function)
     def named(*args: _P.args, **arguments: _P.kwargs) -> _T:
+        listed = args[len(parameters) - 1 :]
+        if len(listed) > 1 and len(names) == 1 and names[0].endswith("s"):
+            raise ConfigError(names[0], listed, "is one argument, a list", repr([*listed]))
         for name in arguments:
             if name not in names:
                 has = f"It has {', '.join(names)}." if names else "It takes none."
@@ -175,9 +191,7 @@ def stage_list(field: str, value: list[str] | str) -> list[str]:
 
 def rank_list(field: str, value: Any) -> list[int]:
     """Return one or more ranks as a list."""
-    ranks = list(value) if is_list(value) else [value]
-    for rank in ranks:
-        whole(field, rank, 0, "0")
+    ranks = [whole(field, rank, 0, "0") for rank in (value if is_list(value) else [value])]
     if not ranks:
         raise ConfigError(field, value, "is empty, expected at least one rank", "0")
     return ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import cache
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from typing_extensions import override
 
+from lightning_perf.checks import amount, is_number
 from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.errors import ConfigError
@@ -23,9 +25,6 @@ if TYPE_CHECKING:
     from lightning_perf.run.run import Run
 
 _SHORTEST = 0.1
-#: Units below a second, which `Time` does not have, and how many make a second.
-_FINE = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|sec)", re.ASCII | re.IGNORECASE)
-_PER_SECOND = {"ms": 1000, "s": 1, "sec": 1}
 #: Seconds that the end of a short run waits for a sample.
 _PATIENCE = 0.5
 
@@ -138,17 +137,17 @@ def _seconds(interval: object) -> float:
     example = "'10s', '500ms', or 0.5"
     seconds = interval
     if isinstance(interval, str):
-        if fine := _FINE.fullmatch(interval):
-            seconds = float(fine[1]) / _PER_SECOND[fine[2].lower()]
-        else:
+        number, unit = amount(interval.strip())
+        if not unit:
             try:
                 time = Time.from_timestring(interval)
             except (ValueError, TypeError):
                 raise ConfigError("interval", interval, "is not a time", example) from None
-            if time.unit is not TimeUnit.SECOND:
-                raise ConfigError("interval", interval, "is not a wall-clock time", example)
-            seconds = time.value
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not isfinite(seconds):
+            number, unit = Fraction(time.value), time.unit
+        if unit != TimeUnit.SECOND:
+            raise ConfigError("interval", interval, "is not a wall-clock time", example)
+        seconds = float(number)
+    if not is_number(seconds) or not isfinite(seconds):
         raise ConfigError("interval", interval, "is not a number of seconds", example)
     if seconds < _SHORTEST:
         problem = f"is too short to measure anything: at least {_SHORTEST} s"

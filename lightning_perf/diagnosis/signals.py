@@ -312,6 +312,23 @@ class Signals:
         return self.actions[WAITING].seconds if WAITING in self.actions else self.nothing
 
     @cached_property
+    def asleep(self) -> dict[str, Numbers]:
+        """The part of each category in which the training thread needed no CPU.
+
+        This is known of windows. Computing does not sleep, unless it waits for other threads or
+        ranks: then all categories may sleep, which changes no proportion, and counts as none.
+        """
+        setup = self.setup
+        alone = setup.world_size == 1 and (setup.device != "cpu" or setup.threads == 1)
+        host = [name for name in CATEGORIES if name not in (*COMPUTE, "validation")]
+        part = self.nothing
+        if RUNNING in self.actions and alone:
+            slept = self.wall - self.actions[RUNNING].seconds - self.waiting
+            spent = sum((self.spent[name] for name in host), self.nothing)
+            part = np.clip(slept / np.maximum(spent, 1e-12), 0.0, 1.0)
+        return dict.fromkeys(CATEGORIES, self.nothing) | dict.fromkeys(host, part)
+
+    @cached_property
     def recordings(self) -> Numbers:
         """The windows so far in which one of our profilers recorded."""
         calls = self.actions[RECORDING].calls if RECORDING in self.actions else self.nothing

@@ -85,7 +85,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for field in (*_NEEDED, "experts", "top_k"):
-            whole(field, getattr(self, field), 1, "12")
+            object.__setattr__(self, field, whole(field, getattr(self, field), 1, "12"))
 
     @classmethod
     def from_config(cls, config: object, **known: Any) -> TransformerConfig:

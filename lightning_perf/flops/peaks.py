@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_perf.cgroup import usable_cpus
+from lightning_perf.checks import is_number
 from lightning_perf.errors import ConfigError, warn
 from lightning_perf.flops.measure import best_peak, measure_peak
 from lightning_perf.flops.operators import tf32_is_on
@@ -184,7 +185,7 @@ def check_peak(given: object, field: str = "peak_flops") -> None:
     """Raise ConfigError unless given is None, ``"measure"`` or plausible FLOP/s of one device."""
     if given is None or given == "measure":
         return
-    number = given if isinstance(given, int | float) and not isinstance(given, bool) else 0.0
+    number = given if is_number(given) else 0.0
     if not _LEAST <= number <= _MOST:
         # A small number is probably in TFLOP/s, as in data sheets.
         example = f"{number:g}e12" if _LEAST <= number * 1e12 <= _MOST else "312e12"

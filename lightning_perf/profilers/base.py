@@ -587,8 +587,8 @@ class Profiler(PerfCallback):
         kind, ranks = type(self).__name__, self.ranks or range(world)
         if max(ranks) >= world:
             warn(
-                f"{kind}(ranks={self.ranks}) includes ranks that do not exist: there are {world} "
-                "processes in the run."
+                f"{kind}(ranks={self.ranks}) includes ranks that do not exist: the number "
+                f"of processes in the run is {world}."
             )
         by_rank = any(isinstance(part, GlobalRank | LocalRank) for part in walk(self.schedule))
         if by_rank or sum(rank < world for rank in ranks) < 2:

@@ -87,7 +87,7 @@ log_gc?
         if isinstance(known[name], bool):
             flag(name, value)
         elif isinstance(known[name], int) and not isinstance(value, float):
-            whole(name, value, min(known[name], 1), str(known[name]))
+            given[name] = whole(name, value, min(known[name], 1), str(known[name]))
     return given
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Process ids in traces: rank 0 is 1, its first child 10001.
 _CHILDREN = 10_000
+#: VizTracer allocates all entries when it starts.
+_MOST_ENTRIES = 10**9
 #: The tracer that records.
 _recording: Any = None
 
@@ -202,7 +204,7 @@ class VizTracer(RecordsChildren):
             compress=compress, **kwargs,
         )  # fmt: skip
         self.check_supported("patch", patch)
-        self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000")
+        self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000", _MOST_ENTRIES)
         self.patch = flag("patch", patch)
 
     @override

@@ -84,7 +84,7 @@ class Schedule(ABC):
         Raises:
             ConfigError: If a part of it is not valid.
         """
-        return cls() if text == cls.word else None
+        return cls() if text.lower() == cls.word else None
 
     @abstractmethod
     def window(self, moment: Moment) -> Hashable | None:

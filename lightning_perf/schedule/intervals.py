@@ -102,8 +102,8 @@ class Latch:
         return batches, position
 
 
-_TIME = r"(\S+(?:\s+(?!for\b)[A-Za-z]+)?)"  # 100ba, or 100 batches
-_TEXT = re.compile(rf"first\s+{_TIME}|(?:(every|at)\s+)?{_TIME}(?:\s+for\s+{_TIME})?")
+_TIME = r"(\S+(?:\s+(?!for\b)(?:[a-z]+|%))?)"  # 100ba, or 100 batches
+_TEXT = re.compile(rf"first\s+{_TIME}|(?:(every|at)\s+)?{_TIME}(?:\s+for\s+{_TIME})?", re.I)
 # Equal on all ranks, and predicted by `Moment.ahead`.
 _SHARED_UNITS = {TimeUnit.EPOCH, TimeUnit.BATCH, TimeUnit.STEP, TimeUnit.DURATION}
 
@@ -168,7 +168,7 @@ class _Milestones(Schedule):
         if first is not None:
             length = checks.times("lasting", first, "5ba")
             return At(time=f"0{length.unit}", lasting=length)
-        return (At if word == "at" else Every)(time, lasting=lasting or "1ba")
+        return (At if (word or "").lower() == "at" else Every)(time, lasting=lasting or "1ba")
 
     @abstractmethod
     def _number(self, position: float) -> int:
@@ -348,7 +348,7 @@ class Fixed(At):
     def __init__(self, warmup_steps: int, active_steps: int) -> None:
         self.warmup_steps = checks.whole("warmup_steps", warmup_steps, 0, "10")
         self.active_steps = checks.whole("active_steps", active_steps, 1, "5")
-        super().__init__(f"{warmup_steps}step", f"{active_steps}step")
+        super().__init__(f"{self.warmup_steps}step", f"{self.active_steps}step")
 
 
 class Cyclic(Schedule):
@@ -392,7 +392,7 @@ class Cyclic(Schedule):
         self.active = checks.whole("active", active, 1, "4")
         self.repeat = checks.whole("repeat", repeat, 0, "1")
         self.per_epoch = checks.flag("per_epoch", per_epoch)
-        self.lead = warmup
+        self.lead = self.warmup
 
     def window(self, moment: Moment) -> Hashable | None:
         """Return the number of the cycle, with the epoch if ``per_epoch``."""
@@ -446,7 +446,9 @@ class _Ranks(_Constant):
         """Warn of ranks that the run does not have: it may have more when it is started again."""
         size = getattr(context.ranks, self._size)
         if max(self.ranks) >= size and context.ranks.global_rank == 0:
-            warn(f"{self!r} includes ranks that do not exist: there are {size} {self._what}.")
+            warn(
+                f"{self!r} includes ranks that do not exist: the number of {self._what} is {size}."
+            )
 
     def window(self, moment: Moment) -> Hashable | None:
         """Return the single window."""

@@ -143,8 +143,7 @@ class OnSlowBatch(Trigger):
         self, factor: float = 2.0, lasting: Time | str = "3ba", cooldown: Time | str = "200ba"
     ) -> None:
         super().__init__(lasting)
-        number = isinstance(factor, int | float) and not isinstance(factor, bool)
-        if not number or not 1 < factor < inf:
+        if not checks.is_number(factor) or not 1 < factor < inf:
             problem = "is not a valid factor, expected a number greater than 1"
             raise ConfigError("factor", factor, problem, "2.0")
         units = checks.COUNTED_UNITS

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -154,6 +155,8 @@ def test_an_invalid_interval_is_refused(interval: Any) -> None:
     [
         ("1s", 1), ("1sec", 1), ("1m", 60), ("1m30s", 90), (1, 1), (0.1, 0.1), (2.5, 2.5),
         ("0.5s", 0.5), (".5sec", 0.5), ("500ms", 0.5), ("100ms", 0.1), ("0.1S", 0.1),
+        ("10 seconds", 10), ("1min", 60), ("0.5 s", 0.5), ("1.5 Minutes", 90),
+        (np.float32(2.5), 2.5),
     ],
 )  # fmt: skip
 def test_intervals_are_times_or_seconds(interval: Any, seconds: float) -> None:

@@ -904,6 +904,7 @@ NAMES = {
     Action("gc", "callbacks", "Plots.on_train_batch_end"): "callbacks",
     Action("compile", "forward", "torch.compile"): "forward",
     WAITING: "backward",
+    RUNNING: "forward",
 }
 
 
@@ -1231,6 +1232,25 @@ def test_a_small_part_of_a_busy_machine_is_not_critical() -> None:
     assert callback.share == pytest.approx(0.3 * (1 - 0.62 / 0.715), rel=0.01)
     assert (callback.severity, callback.predicted_speedup) == ("info", pytest.approx(1.042, 0.01))
     assert headline(callback).startswith("callback-bound (info): Plots.on_train_batch_end, 4% of")
+
+
+@pytest.mark.parametrize(
+    ("asleep", "threads", "share"),
+    [(True, 1, 0.3), (False, 1, 0.15), (True, 2, 0.15)],  # torch's threads may sleep themselves
+)
+def test_a_cause_that_sleeps_does_not_wait_for_a_cpu(
+    asleep: bool, threads: int, share: float
+) -> None:
+    """All of a slow disk's time is its own where others use half of the CPU; half of work is."""
+    ran, name = 0.1 if asleep else 0.25, Action("train", "logging", "Slow.log_metrics")
+    signals = signals_of(
+        {"forward": 0.035, "logging": 0.015},
+        named={name: every(0.15, 1), WAITING: every(0.25), RUNNING: every(ran)},
+        setup=Setup(threads=threads),
+    )
+    busy, logger = diagnose(signals).verdicts
+    assert (busy.code, logger.culprit) == ("cpu-saturated", name.name)
+    assert (busy.share, logger.share) == pytest.approx((0.5, share))
 
 
 def test_accumulated_gradients_are_no_stall() -> None:

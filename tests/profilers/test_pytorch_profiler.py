@@ -173,7 +173,7 @@ def test_a_restarted_job_is_not_refused(
 
 def test_only_the_named_ranks_record(tmp_path: Path) -> None:
     """Other ranks leave no file; a rank beyond the world size gives a warning."""
-    with pytest.warns(PerfWarning, match=r"ranks=\[1\].* there are 1 processes"):
+    with pytest.warns(PerfWarning, match=r"ranks=\[1\].* the number of processes in the run is 1"):
         assert not fit(tmp_path, PyTorch(ranks=[1]))
     assert fit(tmp_path, PyTorch(ranks=0, schedule="first 1ba"))
 

@@ -1,10 +1,24 @@
 """Schedules by rank, stage, time and tag."""
 
+import re
+
+import numpy as np
 import pytest
 
 from lightning_perf.core.progress import STAGES, Moment, Ranks, Timestamp
 from lightning_perf.errors import ConfigError, PerfWarning
-from lightning_perf.schedule import Context, Elapsed, Every, GlobalRank, HasTag, LocalRank, Stages
+from lightning_perf.schedule import (
+    Context,
+    Cyclic,
+    Elapsed,
+    Every,
+    Fixed,
+    GlobalRank,
+    HasTag,
+    LocalRank,
+    OnSlowBatch,
+    Stages,
+)
 
 
 def at(stage="train", **ranks):
@@ -35,9 +49,9 @@ def test_ranks_beyond_the_run_give_a_warning_at_setup():
     context = Context(ranks=Ranks(world_size=4, local_world_size=2))
     GlobalRank(3).setup(context)
     LocalRank(1).setup(context)
-    with pytest.warns(PerfWarning, match="4 processes in the run"):
+    with pytest.warns(PerfWarning, match="of processes in the run is 4"):
         (~GlobalRank([0, 4])).setup(context)
-    with pytest.warns(PerfWarning, match="2 processes on this node"):
+    with pytest.warns(PerfWarning, match="of processes on this node is 2"):
         LocalRank(2).setup(context)
     GlobalRank(4).setup(Context(ranks=Ranks(global_rank=1, world_size=4)))
 
@@ -46,6 +60,30 @@ def test_ranks_beyond_the_run_give_a_warning_at_setup():
 def test_ranks_may_be_any_collection(ranks):
     """They are kept as a list."""
     assert GlobalRank(ranks).ranks == [0, 2, 4]
+
+
+def test_several_ranks_are_one_list():
+    """Ranks one by one, as fkat takes them, are answered with the list."""
+    with pytest.raises(ConfigError, match=re.escape("Try ranks=[0, 8].")):
+        GlobalRank(0, 8)
+    with pytest.raises(ConfigError, match=re.escape("Try stages=['train', 'test'].")):
+        Stages("train", "test")
+
+
+def test_numbers_may_be_those_of_numpy():
+    """They become Python's, which JSON and YAML have; bools are none."""
+    assert repr(GlobalRank([0, np.int64(1)]).ranks) == "[0, 1]"
+    cyclic = Cyclic(wait=np.int32(3), warmup=np.int64(2))
+    assert (repr(cyclic.wait), repr(cyclic.lead)) == ("3", "2")
+    assert OnSlowBatch(np.float32(2.5)).factor == 2.5
+    with pytest.raises(ConfigError, match="whole number"):
+        Cyclic(wait=np.True_)
+
+
+def test_a_number_beyond_any_training_is_refused():
+    """The message names the argument, not what is computed from it."""
+    with pytest.raises(ConfigError, match=r"^warmup_steps=.* is too large.*Try warmup_steps=10\.$"):
+        Fixed(10**30, 3)
 
 
 @pytest.mark.parametrize("ranks", [[], -1, [0, -1], "0", 1.0, True, None])

@@ -51,6 +51,12 @@ from lightning_perf.schedule import (
         ("at 50%", At("0.5dur")),
         ("every 4_000tok", Every("4000tok")),
         ("first 5ba", At("0ba", lasting="5ba")),
+        ("EVERY 100 BA for 3 Batches", Every("100ba", lasting="3ba")),
+        ("At 10 s", At("10sec")),
+        ("Every Epoch", Every("1ep")),
+        ("every 10 % for 3ba", Every("0.1dur", lasting="3ba")),
+        ("every 1.5h", Every("5400sec")),
+        ("Always", Always()),
         ("first 2048sp", At("0sp", lasting="2048sp")),
         ("first 10m", At("0sec", lasting="600sec")),
         ("first 0.1dur", At("0dur", lasting="0.1dur")),
@@ -81,7 +87,7 @@ def test_takes_schedules_and_defaults():
     "value",
     ["", "every", "sometimes", "every 0ba", "first 0dur", "at", "every 5ba for", "at 1.5dur",
      "at 100%", "at end", "end", "start", "last 3ba",
-     "first 5ba for 3ba", "5ba 3ba", "every 1.5ba", "never 5ba", "evry 10ba", "Every 10ba",
+     "first 5ba for 3ba", "5ba 3ba", "every 1.5ba", "never 5ba", "evry 10ba",
      "every 5", "every 100ms", "1,000ba", "every 100ba, lasting 3ba", 100, ["100ba"], True, 1.5],
 )  # fmt: skip
 def test_refuses(value):

@@ -35,7 +35,7 @@ _CALLED = {
     FETCH: "the training DataLoader",
     "iter": "the iterator of the training DataLoader",
     "first fetch": "the first batch of each epoch",
-    "lr_scheduler_step": "learning rate schedulers",
+    "lr_scheduler_step": "stepping the learning rate schedulers",
 }
 
 
@@ -180,9 +180,9 @@ class Unclaimed:
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         self._seconds = dict(signals.spent)
-        # The part of each window in which the training thread did not wait for a CPU, if that has a
-        # verdict: such waiting is a part of every category.
-        self._running = np.ones(len(signals.windows))
+        # The part of each category in which the training thread waited for a CPU, if that has a
+        # verdict.
+        self._waited = dict.fromkeys(signals.spent, signals.nothing)
         self._share = 1.0
 
     def part(self, impact: Impact) -> dict[str, Numbers]:
@@ -207,8 +207,9 @@ class Unclaimed:
             first = np.where(np.arange(len(seconds)) > 0, 1.0, min(usual / seconds[0], 1.0))
             parts = {name: first * part for name, part in parts.items()}
             seconds = first * seconds
-        running = self._running if contended else 1.0
-        share = float((seconds * running).sum() / signals.wall.sum())
+        waits = sum((self._waited[name] * part for name, part in parts.items()), signals.nothing)
+        own = seconds - waits if contended else seconds
+        share = float(own.sum() / signals.wall.sum())
         return Claim(parts, seconds, contended, self._left(share))
 
     def take(self, claim: Claim) -> None:
@@ -216,8 +217,13 @@ class Unclaimed:
         if claim.contended:
             self._seconds |= {n: self._seconds[n] - part for n, part in claim.parts.items()}
         else:
-            wall = np.maximum(self._signals.wall, 1e-12)
-            self._running = 1 - np.minimum(claim.seconds / wall, 1.0)
+            asleep = self._signals.asleep
+            awake = sum(
+                ((1 - asleep[name]) * spent for name, spent in self._signals.spent.items()),
+                self._signals.nothing,
+            )
+            waited = np.minimum(claim.seconds / np.maximum(awake, 1e-12), 1.0)
+            self._waited = {name: (1 - part) * waited for name, part in asleep.items()}
         self._share -= claim.share
 
     def limited(self, verdict: Verdict) -> Verdict:
