@@ -27,7 +27,7 @@ _SHORTEST = 0.1
 _FINE = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|sec)", re.ASCII | re.IGNORECASE)
 _PER_SECOND = {"ms": 1000, "s": 1, "sec": 1}
 #: Seconds that the end of a short run waits for a sample.
-_PATIENCE = 0.5
+PATIENCE = 0.5
 
 #: The maximum nodes that are logged one by one. For more nodes the spread is logged, so that the
 #: number of keys is bounded.
@@ -117,7 +117,7 @@ class SystemMetrics(WindowCallback):
         if context.nested:
             return False
         if at_end and not self._sampled and context.sampler is not None:
-            context.sampler.refresh(_PATIENCE)
+            context.sampler.refresh(PATIENCE)
         return super().window_due(context, at_end)
 
     @override
