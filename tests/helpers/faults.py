@@ -25,8 +25,9 @@ from typing import Any
 
 import lightning as L
 import memray
+import mlflow  # noqa: F401  (imported once for all children)
 import torch
-import viztracer  # noqa: F401  (imported once for all children)
+import viztracer  # noqa: F401
 from lightning.pytorch import Callback
 
 from helpers.servers import free_port
