@@ -283,9 +283,14 @@ def _abandon(reference: weakref.ref[RunContext]) -> None:
 
 @contextmanager
 def _handled_by_lightning(reference: weakref.ref[RunContext]) -> Iterator[None]:
-    """Lightning handles SIGTERM up to now; from now on, until its end, the run does."""
-    yield
+    """Lightning handles SIGTERM up to now; from now on, until its end, the run does.
+
+    Lightning itself sets the run's handler: SIGTERM may come right after it has set one.
+    """
     if (context := reference()) is not None:
+        context._termination.replace(compat.handlers_before(context.trainer))
+    yield
+    if context is not None:
         context._termination.handle()
 
 
