@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SHORTEST = 0.1
 #: Seconds that the end of a short run waits for a sample.
-_PATIENCE = 0.5
+PATIENCE = 0.5
 
 #: The maximum nodes that are logged one by one. For more nodes the spread is logged, so that the
 #: number of keys is bounded.
@@ -116,7 +116,7 @@ class SystemMetrics(WindowCallback):
         if context.nested:
             return False
         if at_end and not self._sampled and context.sampler is not None:
-            context.sampler.refresh(_PATIENCE)
+            context.sampler.refresh(PATIENCE)
         return super().window_due(context, at_end)
 
     @override

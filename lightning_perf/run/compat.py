@@ -290,6 +290,11 @@ def signal_connector(trainer: Trainer) -> Any:
     return getattr(trainer, "_signal_connector", None)
 
 
+def handlers_before(trainer: Trainer) -> dict[int, Any]:
+    """The signal handlers that Lightning restores at the end of a run."""
+    return getattr(signal_connector(trainer), "_original_handlers", {})
+
+
 def evaluation_ends(trainer: Trainer, stage: str, nested: bool) -> bool:
     """Whether the current batch is the last one of a stage other than training."""
     loop = _loop_of(trainer, stage, nested)

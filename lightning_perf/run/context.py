@@ -284,10 +284,13 @@ def _end_without_hooks(this: weakref.ref[RunContext]) -> AbstractContextManager[
 def _torn_down(this: weakref.ref[RunContext]) -> Iterator[None]:
     """Lightning handles SIGTERM up to now; from now on, until its end, the run does.
 
-    Only the hooks at the end of Lightning's function are left, and then the profiler's summary.
+    Lightning itself sets the run's handler: SIGTERM may come right after it has set one. Only the
+    hooks at the end of Lightning's function are left, and then the profiler's summary.
     """
-    yield
     if (context := this()) is not None:
+        context._termination.replace(compat.handlers_before(context.trainer))
+    yield
+    if context is not None:
         context._termination.handle()
         profiler = getattr(context.trainer, "profiler", None)
         theirs, end = getattr(profiler, "_theirs", profiler), partial(_end_without_hooks, this)

@@ -49,6 +49,11 @@ class Termination:
     def __init__(self, end: Callable[[], object]) -> None:
         self._end = end
 
+    def replace(self, handlers: dict[int, Any]) -> None:
+        """Take the place of the default action among handlers that are to be set."""
+        if handlers.get(signal.SIGTERM) is signal.SIG_DFL:
+            handlers[signal.SIGTERM] = self
+
     def handle(self) -> None:
         """Start."""
         if _in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

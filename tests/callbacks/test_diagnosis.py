@@ -36,7 +36,7 @@ from lightning_perf import (
 from lightning_perf.background import wait_until
 from lightning_perf.callbacks import diagnosis as module
 from lightning_perf.diagnosis.signals import Signals
-from lightning_perf.run import collector
+from lightning_perf.run import collector, run
 from lightning_perf.tracking import page
 
 #: Seconds of the planted cause and of a batch without it, by a clock that only they advance.
@@ -46,9 +46,10 @@ CLOCK = FakeClock()
 
 @pytest.fixture(autouse=True)
 def _only_what_is_planted_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignore the rest of the machine: no thread waits for a CPU."""
+    """Ignore the rest of the machine: no thread waits for a CPU, and no other program uses one."""
     CLOCK.replace_clocks(monkeypatch)
     monkeypatch.setattr(collector, "run_queue", dict)
+    monkeypatch.setattr(run, "node_sampler", lambda *_: None)
 
 
 class Data(Dataset[tuple[Tensor, Tensor]]):

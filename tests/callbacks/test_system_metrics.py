@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
+import warnings
 from math import isnan, nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ import psutil
 import pytest
 import torch
 from helpers.fake_nvml import FakeGpu, FakeNvml, install
-from helpers.servers import free_port
 from helpers.small import Records, Small, ours, trainer
 from helpers.windows import window_of
 from lightning.pytorch.loggers import MLFlowLogger
@@ -42,7 +39,7 @@ MEMORY = {"memory/rss", "memory/peak_rss"}
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a run waits for a sample, however busy the machine is."""
-    monkeypatch.setattr(module, "_PATIENCE", 60.0)
+    monkeypatch.setattr(module, "PATIENCE", 60.0)
 
 
 class Slow(Small):
@@ -428,45 +425,21 @@ def test_one_rank_of_a_node_samples_for_all(tmp_path: Path, mlflow_database: str
     assert history[-1].value == pytest.approx(first["rss"] + second["rss"], rel=0.2)
 
 
-@pytest.mark.slow
-def test_each_node_reports_under_its_number(tmp_path: Path) -> None:
+def train_on_nodes(folder: Path) -> None:
+    """Train in this process, and write the keys that it reports to a file."""
+    warnings.simplefilter("ignore")
+    module.PATIENCE = 60.0
+    metrics = SystemMetrics()
+    options = {"strategy": "ddp", "num_nodes": 2, "log_every_n_steps": 99, "logger": Records()}
+    run = trainer(folder, metrics, **options)
+    run.fit(Slow())
+    (folder / f"keys{run.global_rank}.json").write_text(json.dumps([*metrics.metrics]))
+
+
+def test_each_node_reports_under_its_number(fork_server: Any, tmp_path: Path) -> None:
     """With two nodes of one rank each, rank 0 logs the metrics of both."""
-    script = tmp_path / "nodes.py"
-    script.write_text(
-        "import json, os, sys\n"
-        "import lightning as L\n"
-        "from helpers.small import Records, trainer\n"
-        "from callbacks.test_system_metrics import Slow\n"
-        "from lightning_perf import SystemMetrics\n"
-        "from lightning_perf.callbacks import system_metrics\n"
-        "system_metrics._PATIENCE = 60.0\n"
-        "metrics, records = SystemMetrics(), Records()\n"
-        "options = dict(strategy='ddp', num_nodes=2, log_every_n_steps=99, logger=records)\n"
-        f"trainer({str(tmp_path)!r}, metrics, **options).fit(Slow())\n"
-        "if os.environ['NODE_RANK'] == '0':\n"
-        "    print(json.dumps(sorted(metrics.metrics)))\n"
-    )
-    shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2",
-        "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    nodes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**os.environ, **shared, "NODE_RANK": rank, "LOCAL_RANK": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    try:
-        (out, errors), _ = [node.communicate(timeout=180) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-    assert nodes[0].returncode == 0, errors[-3000:]
-    keys = json.loads(out.splitlines()[-1])
+    fork_server.ranks(tmp_path, 2, train_on_nodes, tmp_path, nodes=2)
+    keys = json.loads((tmp_path / "keys0.json").read_text())
     for number in (0, 1):
         assert f"system/node_{number}/free_memory" in keys
         assert f"system/node_{number}/cpu_util_simple" in keys

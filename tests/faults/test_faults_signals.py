@@ -183,16 +183,32 @@ class Late(L.Callback):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_late() -> None:
-    run = trainer(Path("out"), Plain(), always_on(show_summary=False), Late(), logger=Records())
+class AsRestored(L.Callback):
+    """Sends SIGTERM as soon as Lightning has restored the handler before it restores others."""
+
+    def on_train_end(self, *_: Any) -> None:
+        original = signal.signal
+
+        def restored(number: int, handler: Any) -> None:
+            original(number, handler)
+            if number == signal.SIGTERM:
+                signal.signal = original
+                os.kill(os.getpid(), number)
+
+        signal.signal = restored  # type: ignore[assignment]
+
+
+def train_late(sender: type[L.Callback]) -> None:
+    run = trainer(Path("out"), Plain(), always_on(show_summary=False), sender(), logger=Records())
     run.fit(Small())
 
 
+@pytest.mark.parametrize("sender", [AsRestored, Late])
 def test_sigterm_between_training_and_teardown_loses_nothing(
-    fork_server: ForkServer, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path, sender: type[L.Callback]
 ) -> None:
     """The run ends first, then the process, by the signal."""
-    ended = fork_server.run(tmp_path, train_late)
+    ended = fork_server.run(tmp_path, train_late, sender)
     assert ended.code == -signal.SIGTERM
     assert (tmp_path / "out" / "records-version_0" / "summary.json").exists()
     names = {path.name for path in (tmp_path / "out" / "plain").glob("*")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from helpers.small import (
     Records,
     Small,
     TwoOptimizers,
-    launch,
     trainer,
 )
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -457,33 +458,23 @@ class TensorParallel(Small):
         parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
 
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks reported of each sharded model, trained one after the other."""
-    folder = tmp_path_factory.mktemp("sharded")
-    script = folder / "train.py"
-    script.write_text(
-        "import sys, warnings; warnings.simplefilter('ignore')\n"
-        "from lightning.pytorch.strategies import ModelParallelStrategy\n"
-        "from test_flops_trainings import *\n"
-        "for model, sizes in ((Sharded, (2, 1)), (TensorParallel, (1, 2))):\n"
-        "    flops = Flops(peak_flops=1e9)\n"
-        f"    folder = Path({str(folder)!r}, model.__name__)\n"
-        "    folder.mkdir(exist_ok=True)\n"
-        "    strategy = ModelParallelStrategy(*sizes)\n"
-        "    callbacks = (flops, Dump(folder, flops))\n"
-        "    trainer(folder, *callbacks, devices=2, strategy=strategy).fit(model())\n"
-    )
-    launch(script)
-    return folder
+def train_sharded(folder: Path) -> None:
+    """Train each sharded model, one after the other, and write what the ranks report to files."""
+    warnings.simplefilter("ignore")
+    for model, sizes in ((Sharded, (2, 1)), (TensorParallel, (1, 2))):
+        flops = Flops(peak_flops=1e9)
+        (folder / model.__name__).mkdir(exist_ok=True)
+        callbacks = (flops, Dump(folder / model.__name__, flops))
+        strategy = ModelParallelStrategy(*sizes)
+        trainer(folder, *callbacks, devices=2, strategy=strategy).fit(model())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "batches"), [("Sharded", 2), ("TensorParallel", 1)])
 def test_sharded_models_are_counted_by_the_work_of_each_rank(
-    sharded: Path, model: str, batches: int
+    fork_server: Any, tmp_path: Path
 ) -> None:
     """Sharding parameters changes no FLOPs; splitting the units halves each rank's."""
-    found = [json.loads((sharded / model / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert found[0]["batch_flops"] == batches * 4 * FLOPS_PER_SAMPLE
-    assert found[0]["batch_flops"] == found[1]["batch_flops"]
+    fork_server.ranks(tmp_path, 2, train_sharded, tmp_path)
+    for model, batches in (("Sharded", 2), ("TensorParallel", 1)):
+        for rank in (0, 1):
+            found = json.loads((tmp_path / model / f"rank{rank}.json").read_text())
+            assert found["batch_flops"] == batches * 4 * FLOPS_PER_SAMPLE, (model, rank)

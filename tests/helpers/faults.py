@@ -25,10 +25,12 @@ from typing import Any
 
 import lightning as L
 import memray
+import mlflow  # noqa: F401  (imported once for all children)
 import torch
-import viztracer  # noqa: F401  (imported once for all children)
+import viztracer  # noqa: F401
 from lightning.pytorch import Callback
 
+from helpers.servers import free_port
 from helpers.small import Records, Small, trainer
 from lightning_perf import Fixed, Memray, PyTorch, Schedule, Stages, VizTracer
 from lightning_perf.profilers.base import Profiler
@@ -121,6 +123,24 @@ class ForkServer:
         """Start a process and wait for its end."""
         return self.start(folder, job, *args, **kwargs).wait()
 
+    def ranks(
+        self, folder: Path, number: int, job: Callable[..., None], /, *args: Any, nodes: int = 1
+    ) -> None:
+        """Call a function on some ranks, numbered as by torchrun, and wait for their ends."""
+        shared = {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number // nodes),
+            "TORCHELASTIC_RUN_ID": "test",
+        }  # fmt: skip
+        children = []
+        for rank in range(number):
+            node, local = divmod(rank, number // nodes)
+            own = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(node)}
+            process = folder / f"process{rank}"
+            children.append(self.start(process, _on_rank, shared | own, job, args))
+        for ended in [child.wait() for child in children]:
+            assert ended.code == 0, ended.stderr[-3000:]
+
     def ask(self, *question: Any) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -166,6 +186,11 @@ def _born(
     for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
     return lambda: job(*args, **kwargs)
+
+
+def _on_rank(environment: dict[str, str], job: Callable[..., None], args: Any) -> None:
+    os.environ.update(environment)
+    job(*args)
 
 
 def _wait(pid: int) -> int | None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from helpers.late import Late, Sleeps
 from helpers.small import RANKS, Small, trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings, WindowCallback
@@ -202,43 +203,32 @@ def test_a_paused_rank_loses_nothing(tmp_path: Path, phase: str) -> None:
         assert max(row["batch/seconds"] for row in found["rows"]) > 1.5
 
 
-KILLED = """
-import os, signal, sys, warnings
-from pathlib import Path
-from helpers.late import Late, Sleeps
-from helpers.small import RANKS, trainer
-from lightning.pytorch.loggers import CSVLogger
-from lightning_perf import SpeedMonitor, SystemMetrics, Timings
-
 class Dies(Late):
-    def wait(self, phase):
+    """Rank 1 is killed in one phase."""
+
+    def wait(self, phase: str) -> None:
         super().wait(phase)
         now = self.trainer.fit_loop.epoch_loop.total_batch_idx
         if phase == self.phase and self.global_rank == 1 and now == 20:
             os.kill(os.getpid(), signal.SIGKILL)
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+
+def train_until_death(folder: Path, phase: str) -> None:
+    warnings.simplefilter("ignore")
     logger = CSVLogger(folder, "csv", "0", flush_logs_every_n_steps=1)
     options = {**RANKS, "max_steps": 40, "max_epochs": -1, "log_every_n_steps": 4}
     ours = [SpeedMonitor(window_size=2), Timings(), SystemMetrics()]
-    trainer(folder, Sleeps(), *ours, logger=logger, **options).fit(Dies(set(), sys.argv[2], 0.0))
-"""
+    trainer(folder, Sleeps(), *ours, logger=logger, **options).fit(Dies(set(), phase, 0.0))
 
 
 @pytest.mark.parametrize("phase", ["input", "forward", "backward", "callback"])
-def test_a_killed_rank_does_not_hang_the_others(tmp_path: Path, phase: str) -> None:
+def test_a_killed_rank_does_not_hang_the_others(
+    fork_server: Any, tmp_path: Path, phase: str
+) -> None:
     """The run ends with torch's error, and the metrics logged before are kept."""
-    script = tmp_path / "dies.py"
-    script.write_text(KILLED)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), phase],
-        env=environment, capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "SIGKILL" in done.stderr, f"{time.monotonic() - began:.0f} s: {done.stderr[-2000:]}"
+    ended = fork_server.run(tmp_path, train_until_death, tmp_path, phase)
+    assert ended.code != 0
+    assert "SIGKILL" in ended.stderr, ended.stderr[-2000:]
     header, *rows = (tmp_path / "csv/0/metrics.csv").read_text().splitlines()
     assert "throughput/samples_per_sec" in header
     assert len(rows) >= 3

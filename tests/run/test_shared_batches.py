@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from helpers.small import (
     samples_per_batch,
     trainer,
 )
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_perf import ConfigError, SpeedMonitor, Suite
+from lightning_perf import ConfigError, Flops, SpeedMonitor, Suite
 from lightning_perf.run import compat
 
 PEAK = 1e9
@@ -56,30 +60,13 @@ MESHES = ((4, 1), (2, 2), (1, 4))
 
 def train(folder: Path, accelerator: str, meshes: tuple[tuple[int, int], ...]) -> None:
     """Train each model on each mesh, and write what rank 0 reports to a file."""
-    ranks = meshes[0][0] * meshes[0][1]
-    script = folder / "train.py"
-    script.write_text(
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "from lightning.pytorch.strategies import ModelParallelStrategy\n"
-        "from lightning_perf import Flops\n"
-        "from test_shared_batches import *\n"
-        "for model in (Meshed, Declared):\n"
-        f"    for sizes in {meshes}:\n"
-        "        watched = [SpeedMonitor(window_size=2), Flops(peak_flops=PEAK)]\n"
-        f"        path = Path({str(folder)!r}, f'{{model.__name__}}.{{sizes[0]}}.json')\n"
-        "        trainer(path.parent, *watched, Dump(path, watched), max_epochs=3,\n"
-        f"            devices={ranks}, accelerator={accelerator!r},\n"
-        "            strategy=ModelParallelStrategy(*sizes)).fit(model())\n"
-    )
-    launch(script, ranks)
-
-
-@pytest.fixture(scope="module")
-def meshes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four ranks reported on each mesh."""
-    folder = tmp_path_factory.mktemp("meshes")
-    train(folder, "cpu", MESHES)
-    return folder
+    warnings.simplefilter("ignore")
+    for model, sizes in product((Meshed, Declared), meshes):
+        watched = [SpeedMonitor(window_size=2), Flops(peak_flops=PEAK)]
+        dump = Dump(folder / f"{model.__name__}.{sizes[0]}.json", watched)
+        strategy = ModelParallelStrategy(*sizes)
+        options = {"max_epochs": 3, "devices": sizes[0] * sizes[1], "accelerator": accelerator}
+        trainer(folder, *watched, dump, strategy=strategy, **options).fit(model())
 
 
 def check(folder: Path, model: str, data_parallel: int, ranks: int) -> None:
@@ -95,12 +82,11 @@ def check(folder: Path, model: str, data_parallel: int, ranks: int) -> None:
     assert per_second == pytest.approx(data_parallel * flops)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["Meshed", "Declared"])
-@pytest.mark.parametrize("data_parallel", [size for size, _ in MESHES])
-def test_a_batch_counts_once_on_every_mesh(meshes: Path, model: str, data_parallel: int) -> None:
+def test_a_batch_counts_once_on_every_mesh(fork_server: Any, tmp_path: Path) -> None:
     """Throughput, FLOPs and MFU equal their definitions on 4 x 1, 2 x 2 and 1 x 4 ranks."""
-    check(meshes, model, data_parallel, ranks=4)
+    fork_server.ranks(tmp_path, 4, train, tmp_path, "cpu", MESHES)
+    for model, (data_parallel, _) in product(("Meshed", "Declared"), MESHES):
+        check(tmp_path, model, data_parallel, ranks=4)
 
 
 @pytest.mark.slow
@@ -108,10 +94,14 @@ def test_a_batch_counts_once_on_every_mesh(meshes: Path, model: str, data_parall
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_batch_counts_once_on_two_gpus(tmp_path: Path) -> None:
     """The same on two GPUs, with two data shards and with tensors split over both GPUs."""
-    train(tmp_path, "gpu", ((2, 1), (1, 2)))
-    for model in ("Meshed", "Declared"):
-        for data_parallel in (1, 2):
-            check(tmp_path, model, data_parallel, ranks=2)
+    script = tmp_path / "train.py"
+    script.write_text(
+        "from test_shared_batches import *\n"
+        f"train(Path({str(tmp_path)!r}), 'gpu', ((2, 1), (1, 2)))\n"
+    )
+    launch(script)
+    for model, data_parallel in product(("Meshed", "Declared"), (1, 2)):
+        check(tmp_path, model, data_parallel, ranks=2)
 
 
 @pytest.mark.slow

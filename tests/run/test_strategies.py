@@ -6,12 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.servers import free_port
 from helpers.small import FLOPS_PER_SAMPLE, Dump, Small, samples_per_batch, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -48,16 +48,15 @@ if __name__ == "__main__":
 """
 
 
-def start(folder: Path, options: dict[str, Any], **environment: str) -> subprocess.Popen[str]:
+def start(folder: Path, options: dict[str, Any]) -> subprocess.Popen[str]:
     """Start a process that trains and launches its ranks as the strategy does."""
     script = folder / "train.py"
-    if not script.exists():  # a rank that started before may be reading it
-        script.write_text(SCRIPT)
+    script.write_text(SCRIPT)
     known = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     return subprocess.Popen(
         [sys.executable, str(script), str(folder), json.dumps(options)],
-        env={**known, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        env={**known, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -86,26 +85,15 @@ def test_every_launcher_of_lightning_works(tmp_path: Path, strategy: str) -> Non
     check(tmp_path, ranks=2)
 
 
-def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
+def train_on_nodes(folder: Path) -> None:
+    """Train in this process, which is one of four ranks."""
+    warnings.simplefilter("ignore")
+    train(folder, strategy="ddp", devices=2, num_nodes=2)
+
+
+def test_two_nodes_of_two_ranks(fork_server: Any, tmp_path: Path) -> None:
     """The ranks are numbered as by torchrun: node 1 has ranks 2 and 3."""
-    shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4",
-        "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test",
-    }  # fmt: skip
-    options = {"strategy": "ddp", "devices": 2, "num_nodes": 2}
-    ranks = [
-        start(
-            tmp_path, options, **shared,
-            RANK=str(rank), LOCAL_RANK=str(rank % 2), GROUP_RANK=str(rank // 2),
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    try:
-        ended = [process.communicate(timeout=300) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[0].returncode == 0, ended[0][1][-3000:]
+    fork_server.ranks(tmp_path, 4, train_on_nodes, tmp_path, nodes=2)
     check(tmp_path, ranks=4, nodes=2)
 
 

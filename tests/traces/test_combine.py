@@ -8,6 +8,7 @@ import os
 import random
 import re
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -283,12 +284,26 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
     assert peak < 8e6
 
 
+def came_last(folder: Path) -> Counter[int]:
+    """How many collectives each rank began last, by the clock that all ranks share."""
+    begun = []
+    for path in sorted(folder.rglob("rank*.pt.trace.json.gz")):
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        base = trace["baseTimeNanoseconds"] / 1e3
+        reduced = (event for event in trace["traceEvents"] if event["name"] == ALL_REDUCE)
+        begun.append(sorted(base + event["ts"] for event in reduced))
+    return Counter(starts.index(max(starts)) for starts in zip(*begun, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("profiler", [PyTorch, VizTracer])
 def test_traces_of_four_real_ranks_are_merged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], profiler: Any
 ) -> None:
-    """One machine has one clock; the late rank arrived last."""
+    """One machine has one clock; the rank that arrived last is named.
+
+    On a busy machine, it is not always the one that sleeps.
+    """
     torch.set_num_threads(1)
     options: dict[str, Any] = {"strategy": "ddp_fork", "devices": 4, "max_epochs": 3}
     callback = profiler(schedule="at 6ba for 4ba")
@@ -303,7 +318,11 @@ def test_traces_of_four_real_ranks_are_merged(
     for rank in (1, 2, 3):
         assert f"rank {rank}: {clock}" in printed
     if profiler is PyTorch:
-        assert "Rank 2 came last to 100% of 4 collectives of 4 ranks." in printed
+        (_, most), *_ = (counts := came_last(tmp_path / "in")).most_common()
+        most_often = [rank for rank, count in counts.items() if count == most]
+        rank, share = re.findall(r"Rank (\d) came last to (\d+)% of 4 collectives of 4", printed)[0]
+        assert int(rank) in most_often
+        assert int(share) == 100 * most / 4
 
 
 # -- input of strangers ---------------------------------------------------------------------------
