@@ -17,7 +17,6 @@ from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batch_tracker import BatchCounter
-from lightning_perf.run.hooks import LastHooks
 from lightning_perf.run.run import Run
 from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
 from lightning_perf.run.termination import Termination, signals_held
@@ -275,8 +274,8 @@ def _end(
 
 def _end_without_hooks(this: weakref.ref[RunContext]) -> AbstractContextManager[None]:
     """End a run whose hooks the user removed from the Trainer's callbacks."""
-    callbacks = getattr(getattr(this(), "trainer", None), "callbacks", ())
-    removed = all(type(each) is not LastHooks for each in callbacks)
+    run = this()
+    removed = run is not None and run.added[1] not in run.trainer.callbacks  # the last hooks
     return _end(this, "teardown") if removed else nullcontext()
 
 
