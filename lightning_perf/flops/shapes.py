@@ -352,9 +352,12 @@ _MOST_COSTS = 4096
 #: first one shows whether the very first batch did more, such as logging images. Ten more contain
 #: one of each tenth, as a GAN may train its generator; 30 is a multiple of most such numbers.
 _RECOUNTS, _MORE_RECOUNTS = 11, 31
-#: Batches of known signatures before one is counted to see whether costs have changed: not the
-#: first ones of an epoch, which often do more.
-_CHECKED_AFTER = 3
+#: Batches before one is counted to see whether costs have changed: at first and after a change, and
+#: at most. They double after each one that shows no change.
+_CHECKED_AFTER, _CHECKED_EVERY = 40, 200
+#: Batches before the next check for each counted one, but for the first 30 counted ones: of work
+#: that changes all the time, one batch in 20 is counted.
+_PER_COUNT, _FREE = 20, 30 * 20
 
 
 @dataclass(slots=True)
@@ -363,10 +366,10 @@ class FlopCache:
 
     #: Batches without FLOPs that are still counted before counting is given up.
     tries: int
-    #: Batches of counted signatures between the first one that is counted again and the others.
+    #: Batches between the first one that is counted again and the others.
     pause: int = 0
-    #: Batches of counted signatures after which some are counted again; None if none is.
-    recount_after: int | None = 0
+    #: Batches after which one of a counted signature is counted again.
+    recount_after: int = 0
     counts: dict[Signature, Counts] = field(default_factory=dict)
     costs: dict[Signature, BatchCost] = field(default_factory=dict)
     predictor: FlopModel | None = None
@@ -376,16 +379,19 @@ class FlopCache:
     _samples: dict[Signature, list[Counts]] = field(default_factory=dict)
     _recounts: int = 0
     _differ: bool = False
-    _checking: bool = False
+    # Checks in a row that showed another cost; batches until the next check, and to spare.
+    _changes: int = 0
+    _gap: int = _CHECKED_AFTER
+    _spare: int = _FREE
     #: Predictions since the last one that was verified.
     _unverified: int = 0
 
     def cost(self, signature: Signature) -> BatchCost | None:
         """Return the cost of a signature, or None if it is new or must be counted again."""
-        if self.recount_after is not None and signature in self._samples:
-            if not self.recount_after:
-                return None
+        if self.recount_after:
             self.recount_after -= 1
+        elif signature in self._samples:
+            return None
         return self.costs.get(signature)
 
     def count(self, signature: Signature, counts: Counts) -> Counts:
@@ -395,20 +401,22 @@ class FlopCache:
         the next one, which does not precede the others. Of costs that repeat, whole cycles are
         averaged.
         """
-        samples = self._samples.setdefault(signature, [])
-        if self._checking and samples:
-            self._checking, self.recount_after = False, None
-            if any(counts.model == sample.model for sample in samples):
-                return self.counts[signature]
+        self._spare -= _PER_COUNT
+        known = self._samples.get(signature)
+        if known and not self._recounting and not self._expected(known, counts):
             self._forget()
-            samples = self._samples.setdefault(signature, [])
-        elif samples:
+        samples = self._samples.setdefault(signature, [])
+        if samples and self._recounting:
             self._recounts += 1
             self._differ = self._differ or counts.model != samples[0].model
-            if self._recounts == 1 and not self._differ:
-                self.recount_after = self.pause
-            elif self._recounts == (_MORE_RECOUNTS if self._differ else _RECOUNTS):
-                self.recount_after = None
+            if not self._recounting:
+                self._wait(self._gap)
+            elif self._recounts == 1 and not self._differ:
+                self._wait(self.pause)
+        elif samples:
+            self._wait(self._gap)
+            if 2 * len(samples) > self._recounts:
+                return self.counts[signature]
         elif self.predictor is not None:
             self._unverified = 0
             predicted = self.predictor.predict(signature)
@@ -431,16 +439,33 @@ class FlopCache:
         return len(self.counts) >= MOST_COUNTED * (1 if self.predictor is None else 2)
 
     def skip(self) -> None:
-        """A batch was skipped before its signature was counted: some of the next may be, too."""
+        """A batch was skipped, at an unknown cost: some of the next may be, too."""
         self.tries -= not self.counts
         self._differ = True
-        if self.recount_after is not None:
-            self.recount_after = 0
+        self._wait(0)
 
-    def check(self) -> None:
-        """Count one more batch soon, to see whether the costs have changed."""
-        if self.recount_after is None and self._samples:
-            self._checking, self.recount_after = True, _CHECKED_AFTER
+    @property
+    def _recounting(self) -> bool:
+        """Whether more batches are counted again; of work that changes all the time, one is."""
+        most = 1 if self._changes > 1 else _MORE_RECOUNTS if self._differ else _RECOUNTS
+        return self._recounts < most
+
+    def _expected(self, samples: Sequence[Counts], counts: Counts) -> bool:
+        """Whether the cost of a checked batch has not changed: the next check may be later."""
+        costs = [one.model_flops for one in samples]
+        # Costs that never repeat differ at random, unless they only grow or only fall.
+        unique = len({*costs}) == len(costs) and min(costs) < counts.model_flops < max(costs)
+        few = self._differ and 2 * len(samples) <= self._recounts
+        if not (unique or few or any(counts.model == sample.model for sample in samples)):
+            return False
+        self._changes, self._gap = 0, min(2 * self._gap, _CHECKED_EVERY)
+        return True
+
+    def _wait(self, batches: int) -> None:
+        """Count again after some batches, or after more if too many were counted."""
+        self._spare -= self.recount_after
+        self.recount_after = max(batches, -self._spare)
+        self._spare += self.recount_after
 
     def _forget(self) -> None:
         """Start anew with what has changed."""
@@ -448,6 +473,7 @@ class FlopCache:
             known.clear()
         self.predictor, self.fitted_at = None, 0
         self.recount_after, self._recounts, self._differ = 0, 0, False
+        self._changes, self._gap = self._changes + 1, _CHECKED_AFTER
 
     def predict(self, signature: Signature) -> Counts | None:
         """Return the predicted FLOPs of a new signature, or None if it must be counted."""

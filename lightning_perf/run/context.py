@@ -274,9 +274,11 @@ def _end(
 
 def _end_without_hooks(this: weakref.ref[RunContext]) -> AbstractContextManager[None]:
     """End a run whose hooks the user removed from the Trainer's callbacks."""
-    run = this()
-    removed = run is not None and run.added[1] not in run.trainer.callbacks  # the last hooks
-    return _end(this, "teardown") if removed else nullcontext()
+    if (run := this()) is None:
+        return nullcontext()
+    trainer: Any = run.trainer
+    _, last_hooks, *_ = run.added
+    return nullcontext() if last_hooks in trainer.callbacks else _end(this, "teardown")
 
 
 @contextmanager

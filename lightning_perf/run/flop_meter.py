@@ -48,8 +48,8 @@ _TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
 #: optimization one batch often trains another network than the next one; otherwise short runs have
 #: two counts.
 _PAUSE = {False: 0, True: 16}
-#: Batches after which an epoch of training or the end of a validation has one counted again.
-_CHECKED_EVERY = 200
+#: Part of the signature of batches whose step returned None.
+_SKIPPED = "skipped"
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
 
@@ -61,9 +61,8 @@ class FlopMeter:
     copy, so that it stays compiled. Some batches of known signatures are counted again, because
     those of a model with random structure differ; a counted batch has its own FLOPs, others have
     the mean. Counting is repeated when layers are frozen or unfrozen between epochs, when an epoch
-    runs no backward, or when one batch in some hundred shows another cost. After enough
-    signatures, the FLOPs of new ones are predicted. Data loaders of validation are counted by
-    themselves.
+    runs no backward, or when one batch in 40 to 200 shows another cost. After enough signatures,
+    the FLOPs of new ones are predicted. Data loaders of validation are counted by themselves.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -94,8 +93,6 @@ class FlopMeter:
         self._signature: Signature = ()
         #: The number of the data loader.
         self._loader = 0
-        # The number of training batches from which on costs are checked.
-        self._checked_from = _CHECKED_EVERY
         self._warned_unpredictable = False
         #: The count of the current batch, if its FLOPs are not known.
         self.counting: _Counting | None = None
@@ -185,11 +182,7 @@ class FlopMeter:
         pause = _PAUSE[self.module.automatic_optimization or not train]
         loader = 0 if train else self._loader
         key = self._stage, trainable, loader, compat.skips_backward(self._trainer)
-        cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage], pause))
-        if train and (done := compat.batches_seen(self._trainer)[0]) >= self._checked_from:
-            self._checked_from = done + _CHECKED_EVERY
-            cache.check()
-        return cache
+        return self._caches.setdefault(key, FlopCache(_TRIES[self._stage], pause))
 
     def _find_cost(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         """Predict the cost of a batch with a new signature, or start counting it."""
@@ -266,6 +259,11 @@ class FlopMeter:
                 self._store(counts)
             except Exception as error:
                 self._fail(error)
+        elif self.skipped and self.work is not None and self._automatic and self._cache:
+            cost = self._cache.costs.get((*self._signature, _SKIPPED))
+            self.work = cost or self.work
+            if cost is None:
+                self._cache.skip()
 
     @property
     def _automatic(self) -> bool:
@@ -282,8 +280,8 @@ class FlopMeter:
         skipped = self._automatic and self.skipped
         # A batch that was skipped costs what it computed. It is no sample of a new signature.
         if known or (counts.model_flops and not skipped):
-            mean = cache.count(self._signature, counts)
-            cache.store(self._signature, self.peaks.cost_of(mean))
+            kind = (*self._signature, _SKIPPED) if skipped else self._signature
+            cache.store(kind, self.peaks.cost_of(cache.count(kind, counts)))
         elif cache.tries:
             cache.skip()
             if not cache.tries and self._stage == "train":

@@ -34,10 +34,11 @@ _TIMED = {
     "batch/samples": "samples",
     "batch/tokens": "tokens",
 }
-_SUMMED = {"batch/samples", "batch/tokens"}
+#: The columns that are summed over ranks, and those of the batches that they do not contain.
+_SUMMED = {f"batch/{name}": f"batch/uncounted_{name}" for name in ("samples", "tokens")}
 #: The categories by their columns.
 TIMES = {f"timings/{name}": name for name in CATEGORIES}
-_KEPT = (*_TIMED, *TIMES)
+_KEPT = (*_TIMED, *_SUMMED.values(), *TIMES)
 
 
 @dataclass(slots=True, eq=False)
@@ -146,8 +147,9 @@ def table(log: WindowLog) -> dict[str, Any]:
 
     One list per name, with one value per window: ``last`` (the step), ``batches``, the timed
     batches with their seconds, samples and tokens, and seconds by category (``timings``) and by
-    named action (``culprits``). What is 0 in all windows is left out. ``warm_up`` is the number of
-    windows in which a training warms up.
+    named action (``culprits``). What is 0 in all windows is left out, as are samples and tokens if
+    some batch's could not be counted. ``warm_up`` is the number of windows in which a training
+    warms up.
     """
     start, *reports = log.reports  # it may be called on another thread
     # If reports differ in their columns, those of most of them.
@@ -167,7 +169,11 @@ def table(log: WindowLog) -> dict[str, Any]:
         "warm_up": 1,
         "last": [late.step for _, (late, _) in pairs],
         "batches": [late.stamp.batch - early.stamp.batch for (early, _), (late, _) in pairs],
-        **{name: rises[column] for column, name in _TIMED.items() if column in rises},
+        **{
+            name: rises[column]
+            for column, name in _TIMED.items()
+            if column in rises and _SUMMED.get(column) not in rises
+        },
     }
     times = {name: rises[column] for column, name in TIMES.items() if column in rises}
     if times:

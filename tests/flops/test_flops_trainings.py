@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from torch.utils.data import ConcatDataset, DataLoader
 
 from lightning_perf import Flops, WindowCallback
 from lightning_perf.core.window import Window, utilization
-from lightning_perf.flops.counter import FlopCounter
+from lightning_perf.flops.counter import Counts, FlopCounter
+from lightning_perf.flops.peaks import BatchCost
+from lightning_perf.flops.shapes import FlopCache
 from lightning_perf.run.callback import PerfCallback
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)  # of one sample, without a gradient
@@ -144,7 +147,9 @@ def test_layers_that_only_some_batches_use_count_with_their_share(
     tmp_path: Path, skips: bool
 ) -> None:
     """So with automatic optimization; batches that are skipped cost nothing."""
-    found = counted(tmp_path, LayerDrop(skips), max_epochs=5)
+    flops = Flops("4ba", peak_flops=1e9)
+    trainer(tmp_path, flops, max_epochs=5).fit(LayerDrop(skips))
+    found = flops.metrics
     # Without ``more`` no gradient flows to the input of ``net``.
     more = 4 * 2 * (2 * WIDTH * WIDTH + WIDTH * HIDDEN)
     share = (found["batch_flops"] - 4 * FLOPS_PER_SAMPLE * (3 / 4 if skips else 1)) / more
@@ -154,15 +159,15 @@ def test_layers_that_only_some_batches_use_count_with_their_share(
 def test_few_batches_of_one_cost_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two, one that begins an epoch, and ten more after sixteen others."""
+    """The first two, one that begins an epoch, ten after sixteen others, and then ever fewer."""
     started: list[int] = []
     monkeypatch.setattr(
         "lightning_perf.run.flop_meter.FlopCounter",
         lambda: started.append(run.global_step) or FlopCounter(),
     )
-    run = trainer(tmp_path, Flops(peak_flops=1e9), max_epochs=3)
+    run = trainer(tmp_path, Flops(peak_flops=1e9), max_epochs=10)
     run.fit(Small())
-    assert started == [0, 1, 16, *range(19, 29)]
+    assert started == [0, 1, 16, *range(18, 28), 68, 149]
 
 
 class Orthogonal(torch.optim.SGD):
@@ -254,9 +259,28 @@ def test_batches_without_a_loss_cost_what_they_compute(tmp_path: Path, compiled:
     if compiled:
         model.net.compile(backend="eager")
     data = torch.utils.data.TensorDataset(torch.ones(4 * 60, WIDTH), torch.ones(4 * 60, 1))
-    flops = Flops(peak_flops=1e9)
-    trainer(tmp_path, flops).fit(model, torch.utils.data.DataLoader(data, 4))
-    assert flops.metrics["batch_flops"] == pytest.approx(4 * (FLOPS_PER_SAMPLE + FORWARD) / 3, 0.01)
+    known = Known("30ba")
+    trainer(tmp_path, known, Flops(peak_flops=1e9)).fit(model, DataLoader(data, 4))
+    assert known.mean == pytest.approx(4 * (FLOPS_PER_SAMPLE + FORWARD) / 3, 0.02)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_batches_without_a_loss_do_not_change_the_cost_of_others(
+    tmp_path: Path, records: Records
+) -> None:
+    """If each third batch is skipped, it costs its forward; each other batch costs all."""
+
+    class Skips(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx % 3 == 2 else loss
+
+    flops = Flops("1ba", peak_flops=1e9)
+    trainer(tmp_path, flops, logger=records, max_epochs=4).fit(Skips())
+    found = [value for _, value in records.of("batch_flops")]
+    expected = [4 * (FORWARD if n % 16 % 3 == 2 else FLOPS_PER_SAMPLE) for n in range(64)]
+    # Only the cost of the first one that is skipped is not known yet.
+    assert [n for n in range(64) if found[n] != expected[n]] == [2]
 
 
 @pytest.mark.filterwarnings("ignore:(Swapping|SWA|The number of|`training_step)")
@@ -359,6 +383,70 @@ def test_work_that_is_added_later_is_found(tmp_path: Path) -> None:
     model = Extra(lambda module, _: module.current_epoch >= 14)
     found = counted(tmp_path, model, max_epochs=30)
     assert found["batch_flops"] == 4 * FLOPS_PER_SAMPLE + 20 * 4 * FORWARD
+
+
+def long_epoch() -> Any:
+    """160 batches in one epoch."""
+    return DataLoader(ConcatDataset([Small().train_dataloader().dataset] * 10), batch_size=4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_work_that_is_added_within_an_epoch_is_found(tmp_path: Path, compiled: bool) -> None:
+    """As in a GAN whose discriminator starts late: without an epoch's start or a validation."""
+    model = Extra(lambda _, batch_idx: batch_idx >= 50, compiled)
+    model.train_dataloader = long_epoch  # type: ignore[method-assign]
+    found = counted(tmp_path, model)
+    assert found["batch_flops"] == 4 * FLOPS_PER_SAMPLE + 20 * 4 * FORWARD
+
+
+def test_layers_that_are_unfrozen_within_an_epoch_are_found(tmp_path: Path) -> None:
+    """Their gradients count from the next batch on that is counted again."""
+
+    class Unfreezes(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.net[0].requires_grad_(batch_idx >= 50)
+
+    model = Unfreezes()
+    model.train_dataloader = long_epoch  # type: ignore[method-assign]
+    assert counted(tmp_path, model)["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+def counted_batches(batches: int, cost: Callable[[int], int]) -> tuple[int, float]:
+    """How many batches of one shape are counted, and the sum of the costs divided by the true one.
+
+    ``cost`` is that of each batch.
+    """
+    cache, number, total = FlopCache(8, 16), 0, 0
+    for batch in range(batches):
+        counts = Counts(model={"float32": cost(batch)})
+        if cache.cost(()) is None:
+            number += 1
+            cache.store((), BatchCost(total=cache.count((), counts).model_flops))
+            total += cost(batch)
+        else:
+            total += cache.costs[()].total
+    return number, total / sum(map(cost, range(batches)))
+
+
+@pytest.mark.parametrize(
+    ("cost", "most", "error"),
+    [
+        (lambda batch: 100, 12 + 3 + 50, 0),
+        (lambda batch: 100 * (1 + (batch >= 3000)), 24 + 6 + 50, 0.02),
+        (lambda batch: 1000 + batch, 30 + 10_000 / 20, 0.02),
+        (lambda batch: 1000 + batch // 30, 30 + 10_000 / 20, 0.02),
+        (lambda batch: 1000 + hash((batch, 7)) % 1000, 10_000 / 40, 0.05),
+        (lambda batch: 1000 * (1 + (batch % 5 == 0)), 32 + 3 + 50, 0.01),
+    ],
+    ids=["constant", "changes once", "grows", "grows slowly", "random", "each fifth"],
+)
+def test_work_that_changes_is_followed_at_a_bounded_cost(
+    cost: Callable[[int], int], most: int, error: float
+) -> None:
+    """Of 10,000 batches, one in 200 is counted, and one in 20 if the work changes all the time."""
+    number, ratio = counted_batches(10_000, cost)
+    assert number <= most
+    assert ratio == pytest.approx(1, abs=error)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -527,6 +527,17 @@ def test_windows_are_differences_of_totals() -> None:
     }
 
 
+def test_windows_have_no_samples_if_some_could_not_be_counted() -> None:
+    """Their sum would be too small; the other columns remain."""
+    columns = {**COLUMNS, "batch/uncounted_samples": 4}
+    log = WindowLog(report(0, columns=columns), columns, MOST)
+    for batch in (1, 2):
+        log.add(report(batch, columns=columns))
+    found = table(log)
+    assert "samples" not in found
+    assert found["timed_batches"] == [1.0, 1.0]
+
+
 def test_memory_is_bounded_without_losing_totals() -> None:
     """100,000 reports become a few dozen windows of equal length that sum to the totals."""
     found = table(log_of(reports=100_000))
