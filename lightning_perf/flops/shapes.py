@@ -358,6 +358,8 @@ _CHECKED_AFTER, _CHECKED_EVERY = 40, 200
 #: Batches before the next check for each counted one, but for the first 30 counted ones: of work
 #: that changes all the time, one batch in 20 is counted.
 _PER_COUNT, _FREE = 20, 30 * 20
+#: Batches since the last counted one after which the start of an epoch has one checked.
+_RARELY = 100
 
 
 @dataclass(slots=True)
@@ -379,10 +381,12 @@ class FlopCache:
     _samples: dict[Signature, list[Counts]] = field(default_factory=dict)
     _recounts: int = 0
     _differ: bool = False
-    # Checks in a row that showed another cost; batches until the next check, and to spare.
+    # Checks in a row that showed another cost; batches from one check to the next, to spare, and
+    # from the last counted one to the next.
     _changes: int = 0
     _gap: int = _CHECKED_AFTER
     _spare: int = _FREE
+    _waited: int = 0
     #: Predictions since the last one that was verified.
     _unverified: int = 0
 
@@ -461,10 +465,15 @@ class FlopCache:
         self._changes, self._gap = 0, min(2 * self._gap, _CHECKED_EVERY)
         return True
 
+    def begin_epoch(self) -> None:
+        """Check one of the first batches of an epoch, unless one was counted lately."""
+        if self._waited - self.recount_after >= _RARELY and not self._recounting:
+            self._wait(2)
+
     def _wait(self, batches: int) -> None:
         """Count again after some batches, or after more if too many were counted."""
         self._spare -= self.recount_after
-        self.recount_after = max(batches, -self._spare)
+        self._waited = self.recount_after = max(batches, -self._spare)
         self._spare += self.recount_after
 
     def _forget(self) -> None:

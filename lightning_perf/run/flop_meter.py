@@ -182,7 +182,9 @@ class FlopMeter:
         pause = _PAUSE[self.module.automatic_optimization or not train]
         loader = 0 if train else self._loader
         key = self._stage, trainable, loader, compat.skips_backward(self._trainer)
-        return self._caches.setdefault(key, FlopCache(_TRIES[self._stage], pause))
+        cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage], pause))
+        cache.begin_epoch()
+        return cache
 
     def _find_cost(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         """Predict the cost of a batch with a new signature, or start counting it."""
