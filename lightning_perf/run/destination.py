@@ -102,6 +102,8 @@ class Reporting:
         self._mlflow = self._own if first else []
         self._others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
         self._warned: set[int] = set()
+        #: Seconds that loggers other than MLflow's took for what was logged here.
+        self.logger_seconds = 0.0
         self._later: deque[tuple[dict[str, float], int]] = deque()
         self._default_root = str(trainer.default_root_dir)
         # The user's code may change the current folder during the run.
@@ -154,6 +156,7 @@ class Reporting:
 
     def _log_to_others(self, metrics: dict[str, float], step: int) -> None:
         """Log to loggers other than MLflow's; one that fails is called again the next time."""
+        began = time.perf_counter()
         for logger in self._others:
             try:
                 logger.log_metrics(metrics=dict(metrics), step=step)
@@ -162,6 +165,7 @@ class Reporting:
                     self._warned.add(id(logger))
                     name = type(logger).__name__
                     warn(f"{name} did not accept metrics ({describe(error)}). Training continues.")
+        self.logger_seconds += time.perf_counter() - began
 
     def describe_settings(self, settings: Mapping[str, object]) -> None:
         """Log settings of the run or of a callback as params, to MLflow."""

@@ -224,7 +224,12 @@ def test_a_script_that_cannot_start_gives_a_shell_s_exit_code(
         ("- class_path: lightning_perf.qqqqq", "there is no lightning_perf.qqqqq."),
         (
             "- {class_path: lightning_perf.SpeedMonitor, init_args: {window_sze: 3}}",
-            "'window_sze' is not accepted.",
+            "SpeedMonitor: Option 'window_sze' is not accepted. Did you mean window_size?",
+        ),
+        (
+            "- {class_path: lightning_perf.Suite, init_args: {callbacks: "
+            "[{class_path: lightning_perf.PyTorch, init_args: {shedule: always}}]}}",
+            "PyTorch: Option 'shedule' is not accepted. Did you mean schedule?",
         ),
         (
             "- {class_path: lightning_perf.PyTorch, init_args: {schedule: evry 10ba}}",

@@ -131,6 +131,26 @@ def test_a_run_leaves_its_metrics(tmp_path: Path, kind: str) -> None:
     assert found["culprits"][0]["share"] >= found["overhead"]["share"] / 100
 
 
+def test_what_loggers_take_for_our_reports_is_our_overhead(tmp_path: Path) -> None:
+    """The share that the advice on reports is about includes the calls that they cause."""
+
+    class Slow(CSVLogger):
+        calls = 0
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if any("/" in key for key in metrics):  # not Lightning's
+                self.calls += 1
+                time.sleep(0.02)
+
+    logger = Slow(tmp_path)
+    trainer(tmp_path, *callbacks(), logger=logger, log_every_n_steps=4).fit(Small())
+    found = summary_of(tmp_path)
+    assert logger.calls >= 4
+    assert found["overhead"]["seconds"] >= 0.02 * logger.calls
+    wall = found["culprits"][0]["seconds"] / found["culprits"][0]["share"]
+    assert found["overhead"]["share"] == pytest.approx(found["overhead"]["seconds"] / wall, 1e-3)
+
+
 @pytest.mark.parametrize(("model", "raised"), [(Crashes, ValueError), (Interrupted, SystemExit)])
 def test_a_run_that_stops_early_leaves_what_it_measured(
     tmp_path: Path, model: type[Small], raised: type[BaseException]
