@@ -36,7 +36,7 @@ _FOLDER = "{run_name}/diagnosis/capture"
 _FEWEST_BATCHES = 10
 #: The maximum share of the time for analyses during training, because they compete for the GIL, and
 #: additional seconds for the first ones.
-_MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
+MOST_TIME, FIRST_SECONDS = 0.002, 0.01
 
 
 class Diagnosis(WindowCallback):
@@ -199,7 +199,7 @@ class Diagnosis(WindowCallback):
             window.stage, window.last, window.first, context.limits, context.ranks, context.run_name
         )
         self.schedule.observe(moment)
-        allowed = _FIRST_SECONDS + _MOST_TIME * (time.monotonic() - self._start)
+        allowed = FIRST_SECONDS + MOST_TIME * (time.monotonic() - self._start)
         return self.schedule(moment) and self._spent <= allowed
 
     def _analyse(self, signals: Signals, context: Run, step: int) -> None:

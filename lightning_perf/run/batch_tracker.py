@@ -28,7 +28,7 @@ _INFERRED: dict[str, _Counter] = {
     "get_num_tokens_in_batch": get_num_tokens,
 }
 #: Items of recorded spans that are kept until they are added up: reports may be far apart.
-_MOST_SPAN_ITEMS = 50_000
+MOST_SPAN_ITEMS = 50_000
 
 
 class BatchTracker:
@@ -88,7 +88,7 @@ class BatchTracker:
         firsts = counters.batches == 1, counters.begins_epoch
         record = BatchRecord(seconds, samples, tokens, meter.work, meter.counted, *firsts)
         self._batches.end_batch(stages.stage, record, timed)
-        if self._clock is not None and len(self._clock.log) > _MOST_SPAN_ITEMS:
+        if self._clock is not None and len(self._clock.log) > MOST_SPAN_ITEMS:
             self._clock.add_up()
         if train:
             self.report_due = self._logs_at(stages.step + 1) and not self._loop.accumulating

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer
 
 #: Records kept at most until they are folded.
-_MOST_RECORDS = 1000
+MOST_RECORDS = 1000
 #: Seconds that the end of a run waits for the device to complete its last batches.
-_DEVICE_TIMEOUT = 10.0
+DEVICE_TIMEOUT = 10.0
 
 _ALL_SLOWED = (
     "lightning_perf: FLOPs were counted in every batch of stage {} after the first, which slows "
@@ -167,7 +167,7 @@ class BatchTotals:
         if not self.wanted:
             return
         found = self._stages[stage]
-        if len(found.records) + len(found.late) >= _MOST_RECORDS:
+        if len(found.records) + len(found.late) >= MOST_RECORDS:
             self.fold(stage)  # without this batch, which listeners may not have seen yet
         if timed is None:
             found.records.append(record)
@@ -198,7 +198,7 @@ class BatchTotals:
     def wait(self) -> None:
         """Wait a bounded time for the device to complete the last batches."""
         if self.timer is not None:
-            self.timer.wait(_DEVICE_TIMEOUT)
+            self.timer.wait(DEVICE_TIMEOUT)
 
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""

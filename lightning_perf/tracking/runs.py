@@ -42,9 +42,9 @@ _DEPTH = 4
 _MOST_COUNTED = 100
 #: Limits of what a server answers: seconds to read a run and to download traces, pages of
 #: experiments, and levels and entries of a run's folders.
-_SECONDS, _DOWNLOAD_SECONDS, _MOST_PAGES, _LEVELS, _MOST_ENTRIES = 120.0, 3600.0, 100, 32, 20_000
+SECONDS, _DOWNLOAD_SECONDS, _MOST_PAGES, _LEVELS, MOST_ENTRIES = 120.0, 3600.0, 100, 32, 20_000
 #: Bytes of memory with what a server answers: MLflow reads answers as a whole.
-_MOST_MEMORY = 2 << 30
+MOST_MEMORY = 2 << 30
 #: Params among a run's that describe its set-up.
 _SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
 
@@ -85,7 +85,7 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
         return replace(_read(client, runs[0]), note=_note(len(runs)) if what is not None else "")
 
     try:
-        if found := _ask(tracking_uri or default_tracking_uri(), latest, _SECONDS):
+        if found := _ask(tracking_uri or default_tracking_uri(), latest, SECONDS):
             return found
     except (LookupError, ImportError) as error:
         if folder is None:
@@ -226,7 +226,7 @@ def _ask(tracking_uri: str, question: Callable[[MlflowClient], T], seconds: floa
         raise LookupError(problem)
     worker = Worker("lightning_perf reading MLflow")
     try:
-        with limited(_MOST_MEMORY, "DATA"):
+        with limited(MOST_MEMORY, "DATA"):
             return worker.call(lambda: question(MlflowClient(tracking_uri)), seconds)
     except LookupError:
         raise
@@ -295,7 +295,7 @@ def _paths(client: MlflowClient, run_id: str) -> Iterator[str]:
         folder, level = waiting.popleft()
         for entry in client.list_artifacts(run_id, folder):
             entries += 1
-            if entries > _MOST_ENTRIES:
+            if entries > MOST_ENTRIES:
                 return
             if not entry.is_dir:
                 yield entry.path
