@@ -33,14 +33,9 @@ def _install(session: nox.Session, *groups: str, options: tuple[str, ...] = ()) 
 
 
 def _run_tests(session: nox.Session, *options: str, select: tuple[str, ...] = ()) -> None:
-    """Run the tests against the built wheel.
-
-    They have servers, ranks and clocks, on machines that others may slow down. One that fails runs
-    once more, and is listed as RERUN.
-    """
+    """Run the tests against the built wheel."""
     _install(session, "tests", options=options)
-    options = ("--reruns", "1", *select, *(session.posargs or ("-n", "2")))
-    session.run("pytest", *options, env=TEST_ENV)
+    session.run("pytest", *select, *(session.posargs or ("-n", "2")), env=TEST_ENV)
 
 
 def _lowest(requirements: list[str]) -> list[str]:

@@ -109,7 +109,7 @@ def _is_infinite(value: Any) -> bool:
 # -- folders ------------------------------------------------------------------------------------
 
 #: Levels of folders that are searched, and the most files and folders of one search.
-_LEVELS, _MOST_ENTRIES = 100, 1_000_000
+_LEVELS, MOST_ENTRIES = 100, 1_000_000
 
 
 def walked(
@@ -133,8 +133,8 @@ def walked(
             failed(OSError(ENAMETOOLONG, f"deeper than {levels} folders", path))
             below.clear()
         yield folder, sorted([*names, *links])
-        if entries > _MOST_ENTRIES:
-            failed(OSError(E2BIG, f"more than {_MOST_ENTRIES:,} files", str(root)))
+        if entries > MOST_ENTRIES:
+            failed(OSError(E2BIG, f"more than {MOST_ENTRIES:,} files", str(root)))
             return
 
 

@@ -121,8 +121,8 @@ def test_commands_in_pages_are_valid(words: list[str], monkeypatch: pytest.Monke
     def recorded(command: Callable[..., int]) -> Callable[..., int]:
         return wraps(command)(lambda **settings: called.append(settings) or 0)
 
-    commands = {name: recorded(command) for name, command in cli._commands().items()}
-    monkeypatch.setattr(cli, "_commands", lambda: commands)
+    commands = {name: recorded(command) for name, command in cli.all_commands().items()}
+    monkeypatch.setattr(cli, "all_commands", lambda: commands)
     # A number in place of a process id, which a page cannot know.
     with pytest.raises(SystemExit) as ended:
         cli.main(["1" if word == "PID" else word for word in words])

@@ -219,7 +219,7 @@ def test_a_search_ends_after_many_files(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "link").symlink_to(tmp_path)
     assert files_below(tmp_path).__next__().name == "file"
     assert [folder.name for folder, _ in walked(tmp_path)] == [tmp_path.name, "a", "b", "c"]
-    monkeypatch.setattr(files, "_MOST_ENTRIES", 5)
+    monkeypatch.setattr(files, "MOST_ENTRIES", 5)
     errors: list[OSError] = []
     found = [folder.name for folder, names in walked(tmp_path, failed=errors.append) if names]
     assert found == [tmp_path.name, "a", "b"]

@@ -124,7 +124,7 @@ def _remedy(error: ImportError, package: str) -> str:
     return f"a package cannot be imported ({error}). Try pip install --upgrade lightning_perf."
 
 
-def _commands() -> dict[str, Callable[..., int]]:
+def all_commands() -> dict[str, Callable[..., int]]:
     """The function of each command."""
     modules = {name: import_module(f"{__name__}.{module}") for name, module in _COMMANDS.items()}
     return {name: getattr(module, name) for name, module in modules.items()}
@@ -146,7 +146,7 @@ def _run(args: Sequence[str]) -> int:
 
         shtab.add_argument_to(parser, "--print-completion")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="subcommand")
-    commands = _commands()
+    commands = all_commands()
     for name, command in commands.items():
         _add(subcommands, name, command)
     if not args:

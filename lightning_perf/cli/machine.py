@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_perf.flops import DevicePeaks
 
 #: Packages, and what the optional ones are for.
-_PACKAGES = {
+PACKAGES = {
     **dict.fromkeys(("lightning_perf", "torch", "lightning")),
     "pytorch-lightning": "Trainers of the package pytorch_lightning",
     "mlflow": "metrics, files and reports in MLflow",
@@ -74,7 +74,7 @@ def _packages() -> Iterator[Finding]:
 
     yield Finding("packages", "python", platform.python_version())
     supported = _supported()
-    for name, feature in _PACKAGES.items():
+    for name, feature in PACKAGES.items():
         purpose = f", for {feature}" if feature else ""
         try:
             value, wanted = version(name), supported.get(name, "")

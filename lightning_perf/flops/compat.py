@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _CHECKPOINT_FILE = CheckpointFunction.backward.__code__.co_filename
 _RECOMPUTING = frozenset(["backward", "recompute_fn", "unpack_hook"])
 #: The function of torch.autograd that starts each backward.
-_RUN = "_engine_run_backward"
+RUN = "_engine_run_backward"
 _AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
 #: Of each backward that runs under a counter, the innermost last: whether it will be differentiated
 #: (``create_graph=True``).
@@ -172,7 +172,7 @@ class Patches:
             if not self._users and hasattr(_python_dispatch, "_get_current_dispatch_mode"):
                 self._replaced = vars(Tensor).get("__new__")
                 Tensor.__new__ = self._construct  # type: ignore[method-assign, assignment]
-            self._backward.wrap(torch.autograd, _RUN, _Backward)
+            self._backward.wrap(torch.autograd, RUN, _Backward)
             self._users += 1
 
     def restore(self) -> None:

@@ -57,7 +57,7 @@ _KEPT, _MOST_SETTINGS, _MOST_KEPT_BYTES, _LEAST, _MOST, _CONFIRMED = 3, 100, 1 <
 # FLOP/s per core that every CPU exceeds.
 _MIN_PER_CORE = 1e8
 
-_measured: dict[tuple[torch.device | str, str, int, bool], float | None] = {}
+MEASURED: dict[tuple[torch.device | str, str, int, bool], float | None] = {}
 
 
 class Machine:
@@ -139,15 +139,17 @@ def measure_peak(
         is implausible, as on a busy machine.
     """
     key = device, dtype, machine.threads(), tf32_is_on()
-    if key not in _measured:
+    if key not in MEASURED:
         name, mode = ("float32", tf32()) if dtype == "tf32" else (dtype, nullcontext())
         try:
             with mode:
-                rate = _rate(getattr(torch, name), torch.device(device), budget_seconds, machine)
-            _measured[key] = rate
+                rate = fastest_rate(
+                    getattr(torch, name), torch.device(device), budget_seconds, machine
+                )
+            MEASURED[key] = rate
         except (RuntimeError, TypeError, AssertionError, AttributeError):
-            _measured[key] = None
-    return _measured[key]
+            MEASURED[key] = None
+    return MEASURED[key]
 
 
 def kept_file() -> Path:
@@ -220,9 +222,10 @@ def plausible_rate(alone: float | None, together: float, cores: int) -> float | 
     return rate if trusted and rate >= cores * _MIN_PER_CORE else None
 
 
-def _rate(
+def fastest_rate(
     dtype: torch.dtype, device: torch.device, budget: float, machine: Machine
 ) -> float | None:
+    """Return the largest rate of several sizes, in FLOP/s; None if it was not measured."""
     make = partial(machine.product, dtype=dtype, device=device)
     best_rate = partial(_best_rate, machine, device)
     if device.type != "cpu":

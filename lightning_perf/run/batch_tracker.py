@@ -29,7 +29,7 @@ _INFERRED: dict[str, _Counter] = {
     "get_num_tokens_in_batch": get_num_tokens,
 }
 #: Items of recorded spans that are kept until they are added up: reports may be far apart.
-_MOST_SPAN_ITEMS = 50_000
+MOST_SPAN_ITEMS = 50_000
 
 
 class BatchTracker:
@@ -97,7 +97,7 @@ class BatchTracker:
         firsts = counters.batches == 1, counters.begins_epoch
         record = BatchRecord(seconds, samples, tokens, meter.work, meter.counted, *firsts)
         self._batches.end_batch(stages.stage, record, timed)
-        if self._clock is not None and len(self._clock.log) > _MOST_SPAN_ITEMS:
+        if self._clock is not None and len(self._clock.log) > MOST_SPAN_ITEMS:
             self._clock.add_up()
         self.report_due = number % self._every == 0 and not (
             self._loop.accumulating if train else stages.nested

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer
 
 #: Records kept at most until they are folded.
-_MOST_RECORDS = 1000
+MOST_RECORDS = 1000
 #: Seconds that the end of a run waits for the device to complete its last batches.
-_DEVICE_TIMEOUT = 10.0
+DEVICE_TIMEOUT = 10.0
 
 _ALL_SLOWED = (
     "lightning_perf: FLOPs were counted in every batch of stage {} after the first, which slows "
@@ -162,7 +162,7 @@ class BatchTotals:
         if not self.wanted:
             return
         totals = self.stages[stage]
-        if len(totals.records) + len(totals.late) >= _MOST_RECORDS:
+        if len(totals.records) + len(totals.late) >= MOST_RECORDS:
             self.fold(stage)  # without this batch, which listeners may not have seen yet
         if timed is None:
             totals.records.append(record)
@@ -193,7 +193,7 @@ class BatchTotals:
     def wait(self) -> None:
         """Wait a bounded time for the device to complete the last batches."""
         if self.timer is not None:
-            self.timer.wait(_DEVICE_TIMEOUT)
+            self.timer.wait(DEVICE_TIMEOUT)
 
     def totals(self, stage: str) -> Sequence[float]:
         """The totals of a stage since the run began."""

@@ -42,7 +42,7 @@ _MOST_STEPS = 20_000
 _COMPILED = "_compile.compile_inner"
 #: The maximum share of the time for analyses during training, because they compete for the GIL, and
 #: additional seconds for the first ones.
-_MOST_TIME, _FIRST_SECONDS = 0.002, 0.01
+MOST_TIME, FIRST_SECONDS = 0.002, 0.01
 
 
 class Collector:
@@ -123,7 +123,7 @@ class Collector:
             window.stage, window.last, window.first, context.limits, context.ranks, context.run_name
         )
         self._schedule.observe(moment)
-        allowed = _FIRST_SECONDS + _MOST_TIME * (time.monotonic() - self._began)
+        allowed = FIRST_SECONDS + MOST_TIME * (time.monotonic() - self._began)
         return self._schedule(moment) and self._spent <= allowed
 
     def _run(self, signals: Signals, step: int) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 #: Spans recorded separately at most: the user's own may have any number of names.
-_MOST_SPANS = 4096
+MOST_SPANS = 4096
 _LOGGER_METHODS = ("log_metrics", "log_hyperparams", "log_graph", "save", "after_save_checkpoint")
 #: Categories of which the device's own time is measured, at the end of their spans.
 _DEVICE = ("dataloader_next", "to_device", "forward", "backward", "optimizer_step")
@@ -318,7 +318,7 @@ class SpanCache(dict[Any, "AbstractContextManager[Any]"]):
         self._make = make
 
     def __missing__(self, key: Key) -> AbstractContextManager[Any]:
-        if len(self) >= _MOST_SPANS:
+        if len(self) >= MOST_SPANS:
             return nullcontext(str(key))
         span = self[key] = self._make(key)
         return span

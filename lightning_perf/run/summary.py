@@ -66,7 +66,7 @@ _ALONE = "validate_alone"
 #: Files listed at most, the latest by name.
 _MOST_FILES = 1000
 #: Seconds between updates of a run's summary, and the most of the time that these may take.
-REFRESH, _MOST_TIME = 2.0, 0.01
+REFRESH, MOST_TIME = 2.0, 0.01
 #: Summaries of a trainer's earlier functions, where their files are not on this machine.
 _EARLIER: WeakKeyDictionary[Trainer, Summary] = WeakKeyDictionary()
 
@@ -144,7 +144,7 @@ class LiveSummary:
             with written_whole(summary.path, durable=False) as file:
                 file.write(json.dumps(finite(summary.content), default=str).encode())
             now = time.monotonic()
-            self.due = now + max(REFRESH, (spent + now - began) / _MOST_TIME)
+            self.due = now + max(REFRESH, (spent + now - began) / MOST_TIME)
 
 
 class RunSummary:

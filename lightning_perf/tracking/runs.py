@@ -40,9 +40,9 @@ _DEPTH = 4
 _MOST_COUNTED = 100
 #: Limits of what a server answers: seconds to read a run, pages of experiments, and levels and
 #: entries of a run's folders.
-_SECONDS, _MOST_PAGES, _LEVELS, _MOST_ENTRIES = 120.0, 100, 32, 20_000
+SECONDS, _MOST_PAGES, _LEVELS, MOST_ENTRIES = 120.0, 100, 32, 20_000
 #: Bytes of memory with what a server answers: MLflow reads answers as a whole.
-_MOST_MEMORY = 2 << 30
+MOST_MEMORY = 2 << 30
 #: Params among a run's that describe its set-up.
 _SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
 
@@ -201,15 +201,15 @@ def _ask(tracking_uri: str, question: Callable[[MlflowClient], T]) -> T:
         raise LookupError(problem)
     worker = Worker("lightning_perf reading MLflow")
     try:
-        with limited(_MOST_MEMORY, "DATA"):
-            return worker.call(lambda: question(MlflowClient(tracking_uri)), _SECONDS)
+        with limited(MOST_MEMORY, "DATA"):
+            return worker.call(lambda: question(MlflowClient(tracking_uri)), SECONDS)
     except LookupError:
         raise
     except TimeoutError as error:
         # MLflow downloads in a pool, whose threads Python would wait for at its end.
         getattr(pools, "_threads_queues", {}).clear()
         place = without_credentials(tracking_uri)
-        raise LookupError(f"{place} has not answered in full within {_SECONDS:g} s") from error
+        raise LookupError(f"{place} has not answered in full within {SECONDS:g} s") from error
     except Exception as error:  # MLflow, databases and networks raise many kinds of errors
         raise LookupError(describe(error)) from error
     finally:
@@ -270,7 +270,7 @@ def _paths(client: MlflowClient, run_id: str) -> Iterator[str]:
         folder, level = waiting.popleft()
         for entry in client.list_artifacts(run_id, folder):
             entries += 1
-            if entries > _MOST_ENTRIES:
+            if entries > MOST_ENTRIES:
                 return
             if not entry.is_dir:
                 yield entry.path

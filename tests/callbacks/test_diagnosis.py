@@ -464,8 +464,8 @@ def test_the_time_share_of_analyses_is_limited(
         def on_train_batch_end(self, *_: Any) -> None:
             wait_until(lambda: not diagnosis._collector.analysing, 60.0)
 
-    monkeypatch.setattr(collector, "_FIRST_SECONDS", 0.05)
-    monkeypatch.setattr(collector, "_MOST_TIME", 0.01)
+    monkeypatch.setattr(collector, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(collector, "MOST_TIME", 0.01)
     diagnosis, began = Diagnosis(rules=[Long()], schedule="every 20ba", terminal=False), time.time()
     trainer(tmp_path, diagnosis, Waits(), log_every_n_steps=10, max_epochs=12).fit(Model())
     *allowed, _last, _at_the_end = spent

@@ -390,7 +390,7 @@ def test_the_peak_of_a_cpu_is_measured_before_timers_start(
 ) -> None:
     """A Timer earlier in the callback list starts after the peak of each used dtype is measured."""
     measured: dict[Any, float | None] = {}
-    monkeypatch.setattr(measure, "_measured", measured)
+    monkeypatch.setattr(measure, "MEASURED", measured)
     seen: list[set[str]] = []
 
     class Timer(Callback):
@@ -406,15 +406,15 @@ def test_the_peak_of_a_cpu_is_measured_before_timers_start(
 
 def test_a_given_peak_is_not_measured(tmp_path: Path, monkeypatch) -> None:
     """With a peak as argument nothing is timed."""
-    monkeypatch.setattr(measure, "_measured", {})
+    monkeypatch.setattr(measure, "MEASURED", {})
     trainer(tmp_path, Flops(peak_flops=1e12)).fit(Small())
-    assert measure._measured == {}
+    assert measure.MEASURED == {}
 
 
 def test_a_failed_peak_measurement_gives_one_warning(tmp_path: Path, monkeypatch) -> None:
     """The warning says why; `mfu` is not logged, and training continues."""
-    monkeypatch.setattr(measure, "_measured", {})
-    monkeypatch.setattr(measure, "_rate", lambda *_: None)
+    monkeypatch.setattr(measure, "MEASURED", {})
+    monkeypatch.setattr(measure, "fastest_rate", lambda *_: None)
     flops = Flops()
     with pytest.warns(PerfWarning, match="could not be measured.*busy machine") as caught:
         trainer(tmp_path, flops).fit(Small())

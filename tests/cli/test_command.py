@@ -148,7 +148,7 @@ def test_the_doctor_names_problems(
     """It names a missing package with its pip command, a wrong variable, and a failing server."""
     from lightning_perf.cli import machine
 
-    monkeypatch.setattr(machine, "_PACKAGES", {"no-such-package": "nothing", "mlflow": "reports"})
+    monkeypatch.setattr(machine, "PACKAGES", {"no-such-package": "nothing", "mlflow": "reports"})
     monkeypatch.setenv("LIGHTNING_PERF", "none.yaml")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:secret@127.0.0.1:{free_port()}")
     code, found = findings(capsys)
@@ -168,7 +168,7 @@ def test_the_doctor_names_unsupported_versions(
     from lightning_perf.cli import machine
 
     installed = {"pytorch-lightning": "2.5.2", "torch": "2.6.0a0+nv25", "lightning": "2.6.2"}
-    newest = dict.fromkeys(machine._PACKAGES, "99.0") | installed
+    newest = dict.fromkeys(machine.PACKAGES, "99.0") | installed
     monkeypatch.setattr(machine, "version", newest.__getitem__)
     code, found = findings(capsys)
     assert code == 1
@@ -298,8 +298,8 @@ PIPES = """
 import os, sys
 import lightning_perf.callbacks.factory, lightning_perf.flops, rich.console
 import lightning_perf.traces.combine, lightning_perf.tracking.mlflow, lightning_perf.tracking.runs
-from lightning_perf.cli import main, _commands
-_commands()
+from lightning_perf.cli import main, all_commands
+all_commands()
 for args in sys.argv[1:]:
     if not os.fork():
         try:

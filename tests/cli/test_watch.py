@@ -89,7 +89,7 @@ def test_a_run_leaves_its_figures_during_training(
 ) -> None:
     """The summary exists before the end, and the process is mapped to its folder."""
     monkeypatch.setattr(run_summary, "REFRESH", 0.0)
-    monkeypatch.setattr(run_summary, "_MOST_TIME", float("inf"))
+    monkeypatch.setattr(run_summary, "MOST_TIME", float("inf"))
     looks = RunsDuringTraining()
     callbacks = [
         SpeedMonitor(window_size=2),

@@ -17,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
-    monkeypatch.setattr(measure, "_measured", {})
+    monkeypatch.setattr(measure, "MEASURED", {})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -46,7 +46,7 @@ def test_it_has_no_side_effects():
 
 def test_the_products_use_the_precision_of_the_training(monkeypatch):
     """Those of cuDNN use TensorFloat-32, others the setting, which may change before a fit."""
-    monkeypatch.setattr(measure, "_rate", lambda *_: 156e12 if tf32_is_on() else 19.5e12)
+    monkeypatch.setattr(measure, "fastest_rate", lambda *_: 156e12 if tf32_is_on() else 19.5e12)
     assert resolve_peak(CUDA, "float32", "measure").value == 19.5e12
     assert resolve_peak(CUDA, "tf32", "measure").value == 156e12
     assert not tf32_is_on()
@@ -280,5 +280,5 @@ def keep(number):
 def test_a_peak_counts_for_processes_that_share_the_cores_alike(monkeypatch):
     """A CPU that two ranks share is not measured by one process alone."""
     for processes, rate in ((1, 4e11), (2, 1e11)):
-        measure._measured[CPU, "float32", torch.get_num_threads(), tf32_is_on()] = rate
+        measure.MEASURED[CPU, "float32", torch.get_num_threads(), tf32_is_on()] = rate
         assert resolve_peak(CPU, "float32", "measure", processes).value == rate

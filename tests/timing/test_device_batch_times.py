@@ -181,7 +181,7 @@ def test_the_end_waits_for_a_bounded_time(
 ) -> None:
     """If the device never completes a batch, the run ends without its rate."""
     device.replace_cuda(monkeypatch)
-    monkeypatch.setattr(batches, "_DEVICE_TIMEOUT", 0.05)
+    monkeypatch.setattr(batches, "DEVICE_TIMEOUT", 0.05)
     began = time.monotonic()
     found = train(tmp_path, device, SpeedMonitor(window_size=4), Timings())
     assert time.monotonic() - began >= 0.05
@@ -193,7 +193,7 @@ def test_events_are_reused_without_reports(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are read from time to time even if there is no report."""
-    monkeypatch.setattr(batches, "_MOST_RECORDS", 10)
+    monkeypatch.setattr(batches, "MOST_RECORDS", 10)
     device.pace = 1e9
     device.replace_cuda(monkeypatch)
     monitor = SpeedMonitor(window_size=4)

@@ -290,7 +290,7 @@ def test_the_number_of_cached_spans_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """User spans may have a new name each time: only a limited number is cached."""
-    monkeypatch.setattr(spans, "_MOST_SPANS", 50)
+    monkeypatch.setattr(spans, "MOST_SPANS", 50)
 
     class Naming(Small):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -351,7 +351,7 @@ def test_memory_of_spans_does_not_grow_between_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of kept spans does not depend on the number of batches in a window."""
-    monkeypatch.setattr(batch_tracker, "_MOST_SPAN_ITEMS", 200)
+    monkeypatch.setattr(batch_tracker, "MOST_SPAN_ITEMS", 200)
     kept: list[int] = []
 
     class Looking(LifecycleLog):
