@@ -238,7 +238,8 @@ def appended(path: Path) -> BinaryIO:
 def limited(most: int, what: str = "FSIZE") -> Iterator[None]:
     """Let this process write no file beyond so many bytes: that raises `OSError`, anywhere.
 
-    With ``"DATA"``, let it take no more memory (`MemoryError`). Windows has no such limits.
+    With ``"DATA"``, let it take no more memory than so much in addition (`MemoryError`). Windows
+    has no such limits.
     """
     try:
         import resource
@@ -246,6 +247,9 @@ def limited(most: int, what: str = "FSIZE") -> Iterator[None]:
         yield
         return
     kind = getattr(resource, f"RLIMIT_{what}")
+    if what == "DATA":
+        with suppress(OSError, ValueError, IndexError):  # only Linux has the file
+            most += int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     soft, hard = resource.getrlimit(kind)
     least = min(each for each in (most, soft, hard) if each != resource.RLIM_INFINITY)
     resource.setrlimit(kind, (least, hard))

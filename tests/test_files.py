@@ -7,9 +7,11 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from helpers.command import exit_code
@@ -24,6 +26,7 @@ from lightning_perf.files import (
     files_below,
     finite,
     gzipped_whole,
+    limited,
     parsed,
     place,
     read_bytes,
@@ -231,3 +234,16 @@ def test_only_the_module_of_files_searches_subfolders() -> None:
     searching = re.compile(r"\brglob\(|\bos\.f?walk\(")
     found = {path.name for path in PACKAGE.rglob("*.py") if searching.search(path.read_text())}
     assert found == {"files.py"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much is in use")
+def test_memory_is_limited_beyond_what_is_in_use() -> None:
+    """Otherwise a thread that starts in a large process fails, and its starter waits forever."""
+    ballast = bytearray(1 << 28)
+    with limited(1 << 27, "DATA"):
+        thread = Thread(target=lambda: None)
+        thread.start()
+        thread.join()
+        with pytest.raises(MemoryError):
+            bytearray(1 << 28)
+    assert ballast
