@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
@@ -90,20 +90,6 @@ _FILE_TIMEOUT = 60.0
 #: What torch needs to classify memory.
 _OF_MEMORY = ("with_stack", "record_shapes", "profile_memory")
 _MEMORY_EXAMPLE = "'rank{rank}.{batch}.pt.trace.memory.html'"
-_HOW_TO_OPEN = """\
-# Traces of PyTorch
-
-The name of each file contains the rank and the number of batches completed when its window ended.
-
-- `*.pt.trace.json.gz` or `*.pt.trace.json`: drag onto <https://ui.perfetto.dev> (processed in your
-  browser, never uploaded), or load it in `chrome://tracing`. For all files of this folder at once:
-
-      pip install tensorboard torch_tb_profiler
-      tensorboard --logdir path/to/torch/trace_folder
-
-- `*.memory.html`: memory over time, by category. Any browser, works offline.
-- `*.pt.trace.txt`: total cost of each operator, the most costly first. Plain text.
-"""
 
 
 def _is_moved_by_swapping(module: torch.nn.Module) -> bool:
@@ -149,7 +135,6 @@ class PyTorch(Profiler):
     """
 
     warms_up = True
-    how_to_open: ClassVar[str] = _HOW_TO_OPEN
 
     def __init__(
         self,

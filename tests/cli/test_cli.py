@@ -199,8 +199,8 @@ def test_the_report_lists_traces_and_pages(
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment("opened"), run_name="owl").info
     files = {
-        "torch_traces": [*(f"rank0.{n}.pt.trace.json.gz" for n in range(8, 13)), "README.md"],
-        "viztracer": ["rank0.1.json", "rank0.2.json.gz", "README.md"],
+        "torch_traces": [*(f"rank0.{n}.pt.trace.json.gz" for n in range(8, 13)), "notes.md"],
+        "viztracer": ["rank0.1.json", "rank0.2.json.gz", "notes.md"],
         "memray": ["rank0.1.html"],
         "torch_memory_traces": [f"rank0.{n}.pt.trace.memory.html" for n in range(6)],
     }

@@ -72,10 +72,10 @@ def test_memory_timelines_have_their_own_artifact_name(
     client = MlflowClient(mlflow_database)
     pages = client.list_artifacts(logger.run_id, "wren/torch_memory_traces")
     names = sorted(Path(entry.path).name for entry in pages)
-    assert names == ["README.md", "rank0.1.pt.trace.memory.html"]
+    assert names == ["rank0.1.pt.trace.memory.html"]
     beside = client.list_artifacts(logger.run_id, "wren/torch_traces")
     names = sorted(Path(entry.path).name for entry in beside)
-    assert names == ["README.md", "rank0.1.pt.trace.json.gz", "rank0.1.pt.trace.txt"]
+    assert names == ["rank0.1.pt.trace.json.gz", "rank0.1.pt.trace.txt"]
 
 
 def test_a_timeline_needs_no_upload(tmp_path: Path, mlflow_database: str) -> None:
@@ -380,19 +380,6 @@ def test_no_window_opens_while_a_torch_profiler_of_the_user_warms_up(tmp_path: P
         found = fit(tmp_path, other, PyTorch(schedule="every 3ba"))
     assert "aten::mse_loss" in {event.key for event in other.own.key_averages()}
     assert found
-
-
-# -- how to open --------------------------------------------------------------------------------
-
-
-def test_the_readme_explains_every_file(tmp_path: Path) -> None:
-    """It has each kind of file, and the commands of the reference."""
-    found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY))
-    for name in found:
-        patterns = re.findall(r"`(\*[^`]+)`", PyTorch.how_to_open)
-        assert any(name.endswith(pattern[1:]) for pattern in patterns), name
-    assert "pip install tensorboard torch_tb_profiler" in PyTorch.how_to_open
-    assert "tensorboard --logdir path/to/torch/trace_folder" in PyTorch.how_to_open
 
 
 def test_the_trace_of_a_window_with_a_page_is_complete(tmp_path: Path) -> None:
