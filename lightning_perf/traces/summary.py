@@ -110,6 +110,11 @@ class TraceEvents:
     #: Reasons why some events are missing.
     notes: list[str]
 
+    def are(self, table: EventTable, test: Callable[[Kind, str], object]) -> NDArray[np.bool_]:
+        """Whether events have a kind and a name that pass a test."""
+        passed: NDArray[np.bool_] = np.array([bool(test(*each)) for each in self.names])[table.name]
+        return passed
+
 
 def read(path: Path, most: int = MOST_EVENTS) -> TraceEvents:
     """Read a trace of torch.profiler; of a truncated one, the events up to its end.
@@ -121,25 +126,24 @@ def read(path: Path, most: int = MOST_EVENTS) -> TraceEvents:
         for event in stream(path, head):
             reader.add(event)
     except CutShort:
-        if not reader.host[0]:
+        if not reader.host:
             raise
         notes.append(f"the file is cut short or damaged after {reader.count:,} events")
-    if not reader.host[0]:
+    if not reader.host:
         maker = ": it is one of VizTracer" if "viztracer_metadata" in head else ""
         raise TraceError(f"{path} is not a trace of torch.profiler{maker}")
     tables = []
-    for columns, place in (
-        (reader.host, "host"), (reader.device, "devices"), (reader.memory, "memory"),
+    for rows, width, place in (
+        (reader.host, 5, "host"), (reader.device, 5, "devices"), (reader.memory, 3, "memory"),
     ):  # fmt: skip
-        if len(columns[0]) == most:
+        if len(rows) == most * width:
             notes.append(f"only the first {most:,} events of the {place} are used")
-        tables.append([np.frombuffer(column, dtype=column.typecode) for column in columns])
+        tables.append(np.frombuffer(rows, np.int64).reshape(-1, width).T)
     if reader.named > _MOST_NAMES:
         notes.append(f"events with new names are not used after {len(reader.names):,} names")
     host, callers = _nested(EventTable(*tables[0]))
-    device, names = EventTable(*tables[1]), list(reader.names)
-    memory = MemoryTable(*tables[2])
-    return TraceEvents(host, callers, device, memory, names, reader.count, notes)
+    device, memory = EventTable(*tables[1]), MemoryTable(*tables[2])
+    return TraceEvents(host, callers, device, memory, list(reader.names), reader.count, notes)
 
 
 def _nanoseconds(value: float) -> int:
@@ -148,11 +152,11 @@ def _nanoseconds(value: float) -> int:
 
 
 class _Reader:
+    """Collects the rows of tables, one after the other."""
+
     def __init__(self, most: int) -> None:
         self._most, self.count, self.named = most, 0, 0
-        self.host, self.device, self.memory = (
-            [array(code) for code in codes] for codes in ("qqiiq", "qqiiq", "qbq")
-        )
+        self.host, self.device, self.memory = array("q"), array("q"), array("q")
         self.names: dict[tuple[Kind, str], int] = {}
         self._places: dict[object, int] = {}
 
@@ -160,33 +164,33 @@ class _Reader:
         """Add an event, unless it is of another kind."""
         self.count += 1
         try:
-            columns, row = self._row(event)
+            rows, row = self._row(event)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return  # other tools' events, such as those of VizTracer
-        if row and max(map(abs, row)) <= _LARGEST:
-            for column, value in zip(columns, row, strict=True):
-                column.append(value)
+        if len(rows) < self._most * len(row) and max(map(abs, row)) <= _LARGEST:
+            rows.extend(row)
 
-    def _row(self, event: Event) -> tuple[Sequence[array[int]], tuple[int, ...]]:
-        """The columns of an event's kind, and its values; none where it is not used."""
+    def _row(self, event: Event) -> tuple[array[int], tuple[int, ...]]:
+        """The table of an event's kind, and its values there; none where it is not used."""
         start, arguments = _nanoseconds(event["ts"]), event.get("args", {})
         if event["name"] == _MEMORY:
-            on_cpu, size = arguments["Device Type"] == _CPU, int(arguments["Bytes"])
-            return self.memory, (start, on_cpu, size) if len(self.memory[0]) < self._most else ()
+            on_cpu = arguments["Device Type"] == _CPU
+            return self.memory, (start, on_cpu, int(arguments["Bytes"]))
         category = event["cat"]
         kind = Kind.CALL if category.endswith(_INTERFACES) else _KINDS[category]
-        columns = self.device if kind >= Kind.KERNEL else self.host
-        if event["ph"] != "X" or len(columns[0]) == self._most:
-            return columns, ()
+        if event["ph"] != "X":
+            return self.host, ()
         name, end = event["name"], start + _nanoseconds(event["dur"])
         if kind is Kind.FRAME:
             name = _ADDRESS.sub("", name)
         elif name.startswith(_STEP):
             name = STEP
-        place = event["pid"] if kind >= Kind.KERNEL else (event["pid"], event["tid"])
+        on_device = kind >= Kind.KERNEL
+        place = event["pid"] if on_device else (event["pid"], event["tid"])
         number = self._number(self.names, (kind, name[:_LONGEST_NAME]))
         place = self._number(self._places, place)
-        return columns, (start, end, number, place, int(arguments.get("External id", 0)))
+        row = (start, end, number, place, int(arguments.get("External id", 0)))
+        return self.device if on_device else self.host, row
 
     def _number(self, numbers: dict[Any, int], key: object) -> int:
         """The number of a name or a place; raises `ValueError` if there are too many to keep."""
@@ -248,11 +252,11 @@ def key_averages(events: TraceEvents, counted: NDArray[Any] | None = None) -> li
     Rows are sorted by self device time, then self CPU time, the largest first; Python frames come
     last.
     """
-    calls, device, kinds = events.host, events.device, [kind for kind, _ in events.names]
+    calls, device = events.host, events.device
     rows = [Row(name, kind) for kind, name in events.names]
-    shown = np.array([name not in _UNSEEN for _, name in events.names])[calls.name]
+    shown = events.are(calls, lambda _, name: name not in _UNSEEN)
     # Driver calls have the id of their operator, which already has the kernels.
-    kernels = _launched(calls, device) * (np.array(kinds)[calls.name] != Kind.CALL)
+    kernels = _launched(calls, device) * events.are(calls, lambda kind, _: kind != Kind.CALL)
 
     # A call whose only child has the same name is merged with that child.
     inner = events.callers >= 0
@@ -443,9 +447,7 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     """
     events = read(path, most)
     host, device = events.host, events.device
-    kinds = np.array([kind for kind, _ in events.names])
-    steps = kinds[host.name] == Kind.ANNOTATION
-    steps &= np.array([name == STEP for _, name in events.names])[host.name]
+    steps = events.are(host, lambda *event: event == (Kind.ANNOTATION, STEP))
     marks = [host.at(steps)] if steps.any() else [host, *([device] if len(device.name) else [])]
     begin = int(min(table.start.min() for table in marks))
     end = int(max(table.end.max() for table in marks))
@@ -462,7 +464,7 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
         events.count,
         (end - begin) / 1e9,
         int(steps.sum()),
-        _device_time(events, kinds, begin, end) if has_device else None,
+        _device_time(events, begin, end) if has_device else None,
         [row for kind, row in rows if kind is Kind.OPERATOR][:_MOST_ROWS],
         [row for kind, row in rows if kind >= Kind.KERNEL][:_MOST_ROWS],
         _waits(events, inside) if has_device else [],
@@ -473,17 +475,17 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
 def _waits(events: TraceEvents, inside: NDArray[Any]) -> list[Synchronization]:
     """The places in which the host waits for the device, the costliest first."""
     calls, names = events.host, events.names
-    waiting = np.array([_SYNCHRONIZING.fullmatch(name) is not None for _, name in names])
+    waiting = events.are(calls, lambda _, name: _SYNCHRONIZING.fullmatch(name))
     costs: dict[tuple[str, str, str], tuple[int, float]] = {}
     # What runs during a call, by the call's row; each is derived from that of its caller.
     running = {-1: _Running()}
-    for row in np.flatnonzero(waiting[calls.name] & inside).tolist():
+    for row in np.flatnonzero(waiting & inside).tolist():
         above = [int(events.callers[row])]
         while above[-1] not in running:
             above.append(int(events.callers[above[-1]]))
         for outer, inner in pairwise(reversed(above)):
-            name = calls.name[inner]
-            running[inner] = running[outer].within(names[name], waits=bool(waiting[name]))
+            call = names[calls.name[inner]]
+            running[inner] = running[outer].within(call, waits=bool(waiting[inner]))
         where = running[above[0]]
         if not where.waits:
             place = (names[calls.name[row]][1], where.operator, where.own or where.line)
@@ -527,20 +529,14 @@ def _on_device(launched: NDArray[Any], device: EventTable, begin: int, end: int)
     return begin, max(end, int(device.end[own].max()))
 
 
-def _device_time(events: TraceEvents, kinds: NDArray[Any], begin: int, end: int) -> DeviceTime:
-    host, device, names = events.host, events.device, [name for _, name in events.names]
-
-    def are(test: Callable[[str], object], table: EventTable) -> NDArray[np.bool_]:
-        passed: NDArray[np.bool_] = np.array([bool(test(name)) for name in names])[table.name]
-        return passed
-
-    loading = are(lambda name: name.startswith(_INPUT), host)
-    loading &= kinds[host.name] == Kind.ANNOTATION
-    working = loading | np.isin(kinds[host.name], [Kind.OPERATOR, Kind.CALL])
-    communicates, is_kernel = are(_COMMUNICATION.match, device), kinds[device.name] == Kind.KERNEL
-    computes = is_kernel & ~communicates
-    on_tensor_cores = computes & are(
-        lambda name: _TENSOR_CORES.search(name) and not _NO_TENSOR_CORES.search(name), device
+def _device_time(events: TraceEvents, begin: int, end: int) -> DeviceTime:
+    host, device = events.host, events.device
+    loading = events.are(host, lambda k, name: k == Kind.ANNOTATION and name.startswith(_INPUT))
+    working = loading | events.are(host, lambda kind, _: kind in (Kind.OPERATOR, Kind.CALL))
+    communicates = events.are(device, lambda _, name: _COMMUNICATION.match(name))
+    computes = ~communicates & events.are(device, lambda kind, _: kind == Kind.KERNEL)
+    on_tensor_cores = computes & events.are(
+        device, lambda _, name: _TENSOR_CORES.search(name) and not _NO_TENSOR_CORES.search(name)
     )
     times = np.r_[device.start, device.end, host.start[working], host.end[working], begin, end]
     points = np.unique(times.clip(begin, end))
@@ -611,26 +607,25 @@ def tables(
     summary: Mapping[str, Any],
 ) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """The tables of a summary: title, headings and rows; those without rows are left out."""
-    on_device = bool(summary.get("device"))
-
-    def cells(row: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-        times = (duration(row[key]) for key in keys if key != "device_seconds" or on_device)
-        return _short(row["name"]), f"{row['calls']:,}", *times
-
-    rows = [cells(row, "cpu_seconds", "device_seconds") for row in summary.get("operators", ())]
-    headings = ("operator", "calls", "self CPU", *(("device",) if on_device else ()))
-    yield "Operators", headings, rows
+    times = {"cpu_seconds": "self CPU", "device_seconds": "device"}
+    if not summary.get("device"):
+        del times["device_seconds"]
+    rows = [_cells(row, _short(row["name"]), *times) for row in summary.get("operators", ())]
+    yield "Operators", ("operator", "calls", *times.values()), rows
     if kernels := summary.get("kernels"):
-        rows = [cells(row, "device_seconds") for row in kernels]
+        rows = [_cells(row, _short(row["name"]), "device_seconds") for row in kernels]
         yield "Kernels", ("kernel", "calls", "device"), rows
     if waits := summary.get("synchronizations"):
-        rows = [
-            (" > ".join(filter(None, (wait["operator"], wait["call"]))),
-             wait["line"] or "unknown: record with with_stack=True", f"{wait['calls']:,}",
-             duration(wait["seconds"]))
-            for wait in waits
-        ]  # fmt: skip
+        rows = []
+        for wait in waits:
+            call = " > ".join(filter(None, (wait["operator"], wait["call"])))
+            line = wait["line"] or "unknown: record with with_stack=True"
+            rows.append((call, *_cells(wait, line, "seconds")))
         yield "Calls that wait for the device", ("call", "line", "calls", "time"), rows
+
+
+def _cells(row: Mapping[str, Any], name: str, *times: str) -> tuple[str, ...]:
+    return name, f"{row['calls']:,}", *(duration(row[key]) for key in times)
 
 
 def _short(name: str, kind: Kind = Kind.OPERATOR) -> str:
