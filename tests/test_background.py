@@ -385,6 +385,8 @@ def test_waiting_pages_are_dropped_at_the_end(
             super().save(path, timestamp, stage, recorded)
 
     monkeypatch.setattr(Worker, "abandon", abandoned)
+    options = {"memory_filename": "page.html", "with_stack": True, "record_shapes": True}
+    held = Held(schedule="first 1ba", **options)
     with pytest.warns(PerfWarning, match="was not made: the run ended first"):
-        trainer(tmp_path, Held(schedule="first 1ba", key_averages=True)).fit(Small())
+        trainer(tmp_path, held).fit(Small())
     assert [path.name for path in left_in(tmp_path)] == ["rank0.1.pt.trace.json.gz"]

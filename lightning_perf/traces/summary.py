@@ -1,14 +1,13 @@
 """Traces of torch.profiler as arrays of numbers, and their summaries.
 
-Idle time, communication, synchronization, and the sums of operators.
+Idle time, communication, synchronization, and operators.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
 from statistics import fmean
@@ -43,8 +42,6 @@ _LARGEST = (1 << 63) - 1
 _WIDTH = 80
 #: The start of the names of steps' annotations, and the name that all of them get.
 _STEP, STEP = "ProfilerStep#", "ProfilerStep*"
-#: The name of changes of the memory in use, and the number of the CPU among devices' types.
-_MEMORY, _CPU = "[memory]", 0
 
 
 class Kind(IntEnum):
@@ -85,16 +82,6 @@ class EventTable(NamedTuple):
         return EventTable(*(column[rows] for column in self))
 
 
-class MemoryTable(NamedTuple):
-    """One row per change of the memory in use."""
-
-    #: Nanoseconds.
-    time: NDArray[Any]
-    #: Whether it is the CPU's memory, and the change in bytes.
-    on_cpu: NDArray[Any]
-    size: NDArray[Any]
-
-
 @dataclass(frozen=True, slots=True)
 class TraceEvents:
     """The events that were read from a trace."""
@@ -103,7 +90,6 @@ class TraceEvents:
     host: EventTable
     callers: NDArray[Any]
     device: EventTable
-    memory: MemoryTable
     names: list[tuple[Kind, str]]
     #: All events of the file, also those of other kinds.
     count: int
@@ -119,7 +105,7 @@ class TraceEvents:
 def read(path: Path, most: int = MOST_EVENTS) -> TraceEvents:
     """Read a trace of torch.profiler; of a truncated one, the events up to its end.
 
-    At most ``most`` events of the host, of the devices, and of memory are kept.
+    At most ``most`` events of the host and of the devices are kept.
     """
     reader, head, notes = _Reader(most), dict[str, Any](), list[str]()
     try:
@@ -133,17 +119,15 @@ def read(path: Path, most: int = MOST_EVENTS) -> TraceEvents:
         maker = ": it is one of VizTracer" if "viztracer_metadata" in head else ""
         raise TraceError(f"{path} is not a trace of torch.profiler{maker}")
     tables = []
-    for rows, width, place in (
-        (reader.host, 5, "host"), (reader.device, 5, "devices"), (reader.memory, 3, "memory"),
-    ):  # fmt: skip
-        if len(rows) == most * width:
+    for rows, place in ((reader.host, "host"), (reader.device, "devices")):
+        table = np.frombuffer(rows, np.int64).reshape(-1, len(EventTable._fields))
+        if len(table) == most:
             notes.append(f"only the first {most:,} events of the {place} are used")
-        tables.append(np.frombuffer(rows, np.int64).reshape(-1, width).T)
+        tables.append(EventTable(*table.T))
     if reader.named > _MOST_NAMES:
         notes.append(f"events with new names are not used after {len(reader.names):,} names")
-    host, callers = _nested(EventTable(*tables[0]))
-    device, memory = EventTable(*tables[1]), MemoryTable(*tables[2])
-    return TraceEvents(host, callers, device, memory, list(reader.names), reader.count, notes)
+    host, callers = _nested(tables[0])
+    return TraceEvents(host, callers, tables[1], list(reader.names), reader.count, notes)
 
 
 def _nanoseconds(value: float) -> int:
@@ -152,11 +136,11 @@ def _nanoseconds(value: float) -> int:
 
 
 class _Reader:
-    """Collects the rows of tables, one after the other."""
+    """Collects the rows of both tables, one after the other."""
 
     def __init__(self, most: int) -> None:
         self._most, self.count, self.named = most, 0, 0
-        self.host, self.device, self.memory = array("q"), array("q"), array("q")
+        self.host, self.device = array("q"), array("q")
         self.names: dict[tuple[Kind, str], int] = {}
         self._places: dict[object, int] = {}
 
@@ -173,9 +157,6 @@ class _Reader:
     def _row(self, event: Event) -> tuple[array[int], tuple[int, ...]]:
         """The table of an event's kind, and its values there; none where it is not used."""
         start, arguments = _nanoseconds(event["ts"]), event.get("args", {})
-        if event["name"] == _MEMORY:
-            on_cpu = arguments["Device Type"] == _CPU
-            return self.memory, (start, on_cpu, int(arguments["Bytes"]))
         category = event["cat"]
         kind = Kind.CALL if category.endswith(_INTERFACES) else _KINDS[category]
         if event["ph"] != "X":
@@ -219,129 +200,6 @@ def _nested(host: EventTable) -> tuple[EventTable, NDArray[Any]]:
             callers.append(running[-1][1] if running else -1)
             running.append((end, row))
     return host, np.frombuffer(callers, dtype=callers.typecode)
-
-
-# -- sums of operators, as by torch.profiler.profile.key_averages() -------------------------------
-
-#: TraceEvents that torch's table omits, too.
-_UNSEEN = {
-    "profiler::_record_function_enter", "profiler::_record_function_enter_new",
-    "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",
-}  # fmt: skip
-#: What is summed, with its title: nanoseconds, and bytes allocated minus bytes freed, on all
-#: threads. The device's time is that of the kernels that a call launched, or of the kernel itself.
-_SUMS = {
-    "cpu": "CPU ms", "device": "device ms", "cpu_memory": "CPU MB", "device_memory": "device MB",
-}  # fmt: skip
-
-
-@dataclass(slots=True)
-class Row:
-    """All calls of one name: the sums of `_SUMS`, with and without the calls within."""
-
-    name: str
-    kind: Kind = Kind.OPERATOR
-    calls: int = 0
-    total: Counter[str] = field(default_factory=Counter)
-    own: Counter[str] = field(default_factory=Counter)
-
-
-def key_averages(events: TraceEvents, counted: NDArray[Any] | None = None) -> list[Row]:
-    """Sum the calls of each name: all of them, or those that are to be ``counted``.
-
-    Rows are sorted by self device time, then self CPU time, the largest first; Python frames come
-    last.
-    """
-    calls, device = events.host, events.device
-    rows = [Row(name, kind) for kind, name in events.names]
-    shown = events.are(calls, lambda _, name: name not in _UNSEEN)
-    # Driver calls have the id of their operator, which already has the kernels.
-    kernels = _launched(calls, device) * events.are(calls, lambda kind, _: kind != Kind.CALL)
-
-    # A call whose only child has the same name is merged with that child.
-    inner = events.callers >= 0
-    alone = np.bincount(events.callers[inner & shown], minlength=len(shown))[events.callers] == 1
-    repeats = inner & alone & (calls.name == calls.name[events.callers])
-    into = np.arange(len(repeats))
-    for call in np.flatnonzero(repeats).tolist():  # callers first
-        into[call] = into[events.callers[call]]
-        kernels[into[call]] = kernels[call]
-    kernels[repeats] = 0
-    callers = np.where(inner, into[events.callers], -1)
-    counted = shown & ~repeats & (True if counted is None else counted)
-
-    launches, above = kernels.tolist(), callers.tolist()
-    for call in range(len(above) - 1, -1, -1):  # those within first
-        if above[call] >= 0:
-            launches[above[call]] += launches[call]
-    sums = {"cpu": calls.end - calls.start, "device": np.array(launches), **_memory(events)}
-    for key, values in sums.items():
-        total = values * counted
-        own = total - np.bincount(callers[inner], total[inner], len(total)) * counted
-        totals = [np.bincount(calls.name, column, len(rows)) for column in (total, own)]
-        if key == "device":
-            took = np.bincount(device.name, device.end - device.start, len(rows))
-            totals = [column + took for column in totals]
-        for row, *both in zip(rows, *totals, strict=True):
-            row.total[key], row.own[key] = map(int, both)
-    numbers = np.bincount(np.append(calls.name[counted], device.name), minlength=len(rows))
-    for row, number in zip(rows, numbers.tolist(), strict=True):
-        row.calls = number
-    called = [row for row in rows if row.calls]
-    return sorted(called, key=lambda r: (r.kind is Kind.FRAME, -r.own["device"], -r.own["cpu"]))
-
-
-def _launched(calls: EventTable, device: EventTable) -> NDArray[Any]:
-    """Nanoseconds on the device of what each call launched, without the calls within."""
-    links, places = np.unique(np.append(0, calls.link), return_inverse=True)
-    position = np.searchsorted(links[:-1], device.link)
-    known = (links[position] == device.link) & (device.link > 0)
-    took = (device.end - device.start)[known]
-    sums: NDArray[Any] = np.bincount(position[known], took, len(links))[places[1:]]
-    return sums
-
-
-def _memory(events: TraceEvents) -> dict[str, NDArray[Any]]:
-    """The bytes allocated minus the bytes freed during each call."""
-    order = np.argsort(events.memory.time)
-    times, on_cpu, sizes = (column[order] for column in events.memory)
-    last = times.searchsorted(events.host.end, "right")
-    first = times.searchsorted(events.host.start)
-    changes = {}
-    for name, is_cpu in (("cpu_memory", 1), ("device_memory", 0)):
-        sums = np.append(0, np.cumsum(sizes * (on_cpu == is_cpu)))
-        changes[name] = sums[last] - sums[first]
-    return changes
-
-
-def table(rows: Sequence[Row], limit: int = 100) -> str:
-    """The first rows as a text table, without empty columns.
-
-    Example:
-        >>> row = Row("aten::addmm", calls=2)
-        >>> row.own["cpu"], row.total["cpu"] = 3_500_000, 4_000_000
-        >>> print(table([row]))
-        name         calls  self CPU %  self CPU ms  CPU ms
-        ---------------------------------------------------
-        aten::addmm      2      100.0%        3.500   4.000
-    """
-    shown = rows[:limit]
-    names = [_short(row.name, row.kind) for row in shown]
-    columns = [["name", *names], ["calls", *(str(row.calls) for row in shown)]]
-    if all_cpu := sum(row.own["cpu"] for row in rows):
-        columns.append(["self CPU %", *(f"{row.own['cpu'] / all_cpu:.1%}" for row in shown)])
-    for key, title in _SUMS.items():
-        own, total = [row.own[key] for row in rows], [row.total[key] for row in rows]
-        for heading, sums in ((f"self {title}", own), (title, total)):
-            if any(sums):
-                columns.append([heading, *(f"{value / 1e6:.3f}" for value in sums[:limit])])
-    widths = [max(map(len, column)) for column in columns]
-    formats = [f"<{widths[0]}", *(f">{width}" for width in widths[1:])]
-    lines = ["  ".join(map(format, line, formats)) for line in zip(*columns, strict=True)]
-    lines.insert(1, "-" * len(lines[0]))
-    if len(rows) > limit:
-        lines.append(f"and {len(rows) - limit} more with less time")
-    return "\n".join(lines)
 
 
 # -- the summary ----------------------------------------------------------------------------------
@@ -456,10 +314,7 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
         begin, end = _on_device(host.link[inside], device, begin, end)
     device = device.at((device.end > begin) & (device.start < end))
     events, has_device = replace(events, device=device), len(device.name) > 0
-    rows = [
-        (row.kind, Operator(row.name, row.calls, row.own["cpu"] / 1e9, row.own["device"] / 1e9))
-        for row in key_averages(events, inside)
-    ]
+    rows = _operators(events, inside)
     return TraceSummary(
         events.count,
         (end - begin) / 1e9,
@@ -470,6 +325,48 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
         _waits(events, inside) if has_device else [],
         events.notes,
     )
+
+
+#: Events of the profiler itself, and operators that only look at a tensor, as in torch's tables.
+_UNSEEN = {
+    "profiler::_record_function_enter", "profiler::_record_function_enter_new",
+    "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",
+}  # fmt: skip
+
+
+def _operators(events: TraceEvents, inside: NDArray[np.bool_]) -> list[tuple[Kind, Operator]]:
+    """The calls of each name, the most costly first: on the device, then on the CPU."""
+    calls, device, count = events.host, events.device, len(events.names)
+    shown = events.are(calls, lambda _, name: name not in _UNSEEN)
+    counted, within = inside & shown, events.callers >= 0
+    took = (calls.end - calls.start) * counted
+    own = took - np.bincount(events.callers[within], took[within], len(took)) * counted
+    # A call and the only one within it count once if they have one name.
+    inner = np.bincount(events.callers[within & shown], minlength=len(took))
+    repeats = within & (inner == 1)[events.callers] & (calls.name == calls.name[events.callers])
+    # Driver calls have the id of their operator, which already has the kernels.
+    launched = _launched(calls, device) * events.are(calls, lambda kind, _: kind != Kind.CALL)
+    on_cpu = np.bincount(calls.name, own, count)
+    on_device = np.bincount(calls.name, launched * counted, count)
+    on_device += np.bincount(device.name, device.end - device.start, count)
+    numbers = np.bincount(np.append(calls.name[counted & ~repeats], device.name), minlength=count)
+    columns = numbers.tolist(), (on_cpu / 1e9).tolist(), (on_device / 1e9).tolist()
+    rows = [
+        (kind, Operator(name, *figures))
+        for (kind, name), *figures in zip(events.names, *columns, strict=True)
+        if figures[0]
+    ]
+    return sorted(rows, key=lambda row: (-row[1].device_seconds, -row[1].cpu_seconds))
+
+
+def _launched(calls: EventTable, device: EventTable) -> NDArray[Any]:
+    """Nanoseconds on the device of what each call launched, without the calls within."""
+    links, places = np.unique(np.append(0, calls.link), return_inverse=True)
+    position = np.searchsorted(links[:-1], device.link)
+    known = (links[position] == device.link) & (device.link > 0)
+    took = (device.end - device.start)[known]
+    sums: NDArray[Any] = np.bincount(position[known], took, len(links))[places[1:]]
+    return sums
 
 
 def _waits(events: TraceEvents, inside: NDArray[Any]) -> list[Synchronization]:
@@ -628,8 +525,6 @@ def _cells(row: Mapping[str, Any], name: str, *times: str) -> tuple[str, ...]:
     return name, f"{row['calls']:,}", *(duration(row[key]) for key in times)
 
 
-def _short(name: str, kind: Kind = Kind.OPERATOR) -> str:
-    """The start of a long name; of a Python frame the end, which has the function."""
-    if len(name) <= _WIDTH:
-        return name
-    return f"...{name[3 - _WIDTH :]}" if kind is Kind.FRAME else f"{name[: _WIDTH - 3]}..."
+def _short(name: str) -> str:
+    """The start of a long name."""
+    return name if len(name) <= _WIDTH else f"{name[: _WIDTH - 3]}..."
