@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.checks import install_command
@@ -66,27 +66,14 @@ def doctor(*, json: bool = False) -> int:
 
 
 def _packages() -> Iterator[Finding]:
-    from packaging.requirements import Requirement
-    from packaging.version import Version
-
     yield Finding("python", platform.python_version())
-    required = [Requirement(text) for text in requires("lightning_perf") or ()]
-    supported = {requirement.name: requirement.specifier for requirement in required}
-    supported["pytorch-lightning"] = supported["lightning"]
     for name, feature in PACKAGES.items():
-        purpose = f", for {feature}" if feature else ""
-        state = "missing" if feature else "error"
         try:
-            value, wanted = version(name), supported.get(name)
+            yield Finding(name, version(name))
         except PackageNotFoundError:
-            yield Finding(name, f"not installed{purpose}: {install_command(name)}", state)
-            continue
-        # Builds of vendors are called 2.6.0a0+nv: what counts is 2.6.0.
-        if wanted is None or Version(value).base_version in wanted:
-            yield Finding(name, value)
-        else:
-            remedy = f'pip install "{name}{wanted}"'
-            yield Finding(name, f"{value} is not supported{purpose}: {remedy}", state)
+            purpose = f", for {feature}" if feature else ""
+            text = f"not installed{purpose}: {install_command(name)}"
+            yield Finding(name, text, "missing" if feature else "error")
 
 
 def _hardware() -> Iterator[Finding]:

@@ -148,26 +148,6 @@ def test_the_doctor_names_problems(
     assert "secret" not in found["MLflow"][0]
 
 
-def test_the_doctor_names_unsupported_versions(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says what an old optional package is for; the installed ones and a vendor's are fine."""
-    from lightning_perf.cli import machine
-
-    installed = {"pytorch-lightning": "2.5.2", "torch": "2.6.0a0+nv25", "lightning": "2.6.2"}
-    newest = dict.fromkeys(machine.PACKAGES, "99.0") | installed
-    monkeypatch.setattr(machine, "version", newest.__getitem__)
-    code, found = findings(capsys)
-    assert code == 1
-    value, state = found["pytorch-lightning"]
-    assert state == "missing"
-    assert value.startswith("2.5.2 is not supported, for Trainers of the package pytorch_lightning")
-    assert value.endswith('pip install "pytorch-lightning!=2.6.2,!=2.6.3,>=2.6"')
-    assert found["lightning"][1] == "error"
-    assert found["torch"] == ("2.6.0a0+nv25", "ok")
-    assert found["mlflow"] == ("99.0", "ok")
-
-
 @pytest.mark.parametrize(
     ("args", "code", "why"),
     [
