@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.cli import Failure, check_output, print_json
@@ -24,13 +23,6 @@ from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from rich.console import Console
-
-    from lightning_perf.traces.combine import Collective
-
-#: Collectives that are shown.
-_MOST_SHOWN = 5
 
 
 def trace(
@@ -93,22 +85,19 @@ def _summarize(path: Path, json: bool) -> None:
 
 
 def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
-    from rich.progress import Progress
+    from rich.progress import track
 
     from lightning_perf.traces import combine
 
     check_output(target, combine.BEGINNING)  # before seconds of reading
     traces = combine.find_window(folder, window)
-    console = new_console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=2 * len(traces))
-        for trace in traces:
-            combine.scan(trace)
-            progress.advance(task)
-        combine.check(traces)
-        combine.align(traces)
-        progress.update(task, description="writing")
-        events = combine.write(traces, target, lambda: progress.advance(task))
+    errors = new_console(stderr=True)
+    bar = {"console": errors, "transient": True, "disable": not errors.is_terminal}
+    for trace in track(traces, "reading", **bar):
+        combine.scan(trace)
+    combine.check(traces)
+    combine.align(traces)
+    events = combine.write(track(traces, "writing", **bar), target)
     collectives = combine.collectives(traces)
     there = {trace.rank for trace in traces}
     missing = [rank for rank in range(traces[0].head["world_size"]) if rank not in there]
@@ -123,9 +112,8 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
             "collectives": [collective._asdict() for collective in collectives],
         })  # fmt: skip
         return
-    console = new_console()
-    ranks = counted(len(traces), "rank")
-    console.print(f"{target}: {ranks}, {events:,} events", soft_wrap=True)
+    console, ranks = new_console(soft_wrap=True), counted(len(traces), "rank")
+    console.print(f"{target}: {ranks}, {events:,} events")
     if missing:
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         console.print(f"No traces of ranks {', '.join(map(str, missing[:10]))}{more}.")
@@ -137,29 +125,14 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         text = f"shifted by {duration(shift)}" if shift else "not shifted"
         error = duration(trace.error / 1e6)
         console.print(f"rank {trace.rank}: clock {text}, residual error {error}")
-    _show_collectives(console, collectives, len(traces))
-
-
-def _show_collectives(console: Console, collectives: Sequence[Collective], ranks: int) -> None:
-    from rich.table import Table
-
     if not collectives:
         console.print("No collectives in these traces.")
         return
-    table = Table("collective", "last rank", "the others waited (median)", title="Longest waits")
-    for collective in collectives[:_MOST_SHOWN]:
-        others = [
-            wait for rank, wait in collective.waited_us.items() if rank != collective.last_rank
-        ]
-        waited = duration(median(others) / 1e6)
-        table.add_row(
-            f"{collective.name} #{collective.number}", f"rank {collective.last_rank}", waited
-        )
-    console.print(table)
-    ((most, times),) = Counter(collective.last_rank for collective in collectives).most_common(1)
-    share = times / len(collectives)
+    number, longest = len(collectives), max(collectives[0].waited_us.values()) / 1e6
+    ((last, times),) = Counter(each.last_rank for each in collectives).most_common(1)
     console.print(
-        f"Rank {most} came last to {share:.0%} of {len(collectives)} collectives of {ranks} ranks."
+        f"Rank {last} came last to {times / number:.0%} of {number} collectives of {ranks}. "
+        f"The longest wait was {duration(longest)}."
     )
 
 

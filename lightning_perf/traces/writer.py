@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     from lightning_perf.core.progress import Ranks, Timestamp
 
 
-_Folder = TypeVar("_Folder", bound=PurePath)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
     """How the files of one recorder are named, compressed, uploaded and kept."""
@@ -232,23 +229,12 @@ class FileNames:
         self._remote_values = run_values(distinct if in_store else name, ranks)
         #: Where the files are.
         self.folder = folder_of(run, options.folder)
-        suffix = re.search(r"\.\w+$", options.filename.removesuffix(".gz"))
-        self._suffix = suffix[0] if suffix else ""
         self._take = partial(run.taken.take, most=run.most_remembered)
 
     def conflict(self, now: Timestamp, stage: str) -> Path | None:
         """A file of the stage that is later than `now`, or None."""
         values = {**self._values, "stage": stage}
         return conflicts(self._file, values, _within(self.folder.folder, stage), now)
-
-    def spool(self, stage: str) -> Path:
-        """As `TraceWriter.spool`."""
-        folder = _within(self.folder.claim(), stage)
-        make_folder(folder)
-        # Random, so that no other user with write access to the folder can create a link of that
-        # name.
-        number = f"{self._values['rank']}-{os.urandom(8).hex()}"
-        return folder / f".spool-rank{number}{self._suffix}"
 
     def reserve(
         self, timestamp: Timestamp, stage: str, raw: bool = False
@@ -268,6 +254,9 @@ class FileNames:
         remote = PurePosixPath(self._remote.render(self._remote_values | now))
         name = remote.name.removesuffix(".gz") if raw else remote.name
         return path, str(_within(remote.parent, stage) / numbered(name, number))
+
+
+_Folder = TypeVar("_Folder", bound=PurePath)
 
 
 def _within(folder: _Folder, stage: str) -> _Folder:
@@ -366,7 +355,13 @@ class TraceWriter:
 
         It has the suffix of `filename`, but no ``.gz``.
         """
-        return self._names.spool(stage)
+        folder = _within(self._names.folder.claim(), stage)
+        make_folder(folder)
+        # Random, so that no other user with write access to the folder can create a link of that
+        # name.
+        number = f"{self._run.ranks.global_rank}-{os.urandom(8).hex()}"
+        suffix = re.search(r"\.\w+$", self._options.filename.removesuffix(".gz"))
+        return folder / f".spool-rank{number}{suffix[0] if suffix else ''}"
 
     def discard(self, spooled: Path) -> None:
         """Delete what a recorder has left at a path from `spool`."""
