@@ -184,7 +184,7 @@ def _add(subcommands: Any, name: str, command: Callable[..., int]) -> None:
         elif default is not Parameter.empty:
             options["nargs"] = "?"
         if kind == list[str]:
-            options["nargs"] = REMAINDER if name == "run" else "*"
+            options["nargs"] = REMAINDER if name == "run" else "+"
         elif kind == list[str] | None:
             options["action"] = "append"
         elif kind is int:

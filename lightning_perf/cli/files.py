@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.errors import describe, without_credentials
@@ -22,7 +22,10 @@ from lightning_perf.tracking.tracker import STORE, check_store, store_target
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+
+_T = TypeVar("_T")
 
 
 def trace(
@@ -43,13 +46,9 @@ def trace(
             validate/12 for that of validation.
         json: Print JSON.
     """
-    if file is not None and Path(file).is_dir():
-        raise Failure(f"{file} is a folder. Try --combine {file}, or one of its files")
     if file is not None and combine is None:
         _summarize(Path(file), json)
     elif file is None and combine is not None:
-        if not Path(combine).is_dir():
-            raise Failure(f"there is no folder {combine}")
         target = Path(output)
         # The user's own link; not /dev/stdout, which may be one to a file of the shell.
         if target.is_symlink() and not target.is_relative_to("/dev"):
@@ -84,20 +83,24 @@ def _summarize(path: Path, json: bool) -> None:
         console.print(f"Note: {note}.", soft_wrap=True)
 
 
-def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
+def _tracked(items: Sequence[_T], what: str) -> Iterable[_T]:
+    """The items, with a progress bar on a terminal."""
     from rich.progress import track
 
+    console = new_console(stderr=True)
+    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
     from lightning_perf.traces import combine
 
     check_output(target, combine.BEGINNING)  # before seconds of reading
     traces = combine.find_window(folder, window)
-    errors = new_console(stderr=True)
-    bar = {"console": errors, "transient": True, "disable": not errors.is_terminal}
-    for trace in track(traces, "reading", **bar):
+    for trace in _tracked(traces, "reading"):
         combine.scan(trace)
     combine.check(traces)
     combine.align(traces)
-    events = combine.write(track(traces, "writing", **bar), target)
+    events = combine.write(_tracked(traces, "writing"), target)
     collectives = combine.collectives(traces)
     there = {trace.rank for trace in traces}
     missing = [rank for rank in range(traces[0].head["world_size"]) if rank not in there]
@@ -194,14 +197,9 @@ def upload(
 
 def _send_all(place: Path, send: Callable[[PendingUpload, Path], str]) -> list[tuple[str, str]]:
     """Upload what a folder lists; returns each path, and why it was not uploaded."""
-    from rich.progress import track
-
-    console, sent = new_console(stderr=True), []
+    sent = []
     with taken_pending(place) as left:
-        entries = list(left.items())
-        for key, entry in track(
-            entries, "uploading", console=console, disable=not console.is_terminal
-        ):
+        for key, entry in _tracked(list(left.items()), "uploading"):
             error = send(entry, place)
             sent.append((entry.path, error))
             if error:

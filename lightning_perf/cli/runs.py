@@ -61,9 +61,9 @@ def run(command: list[str], *, config: str | None = None) -> int:
         raise Failure(f"there is no file {config}")
     if which(command[0]) is None:
         raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
-    selected = "1" if config is None else str(Path(config).resolve())
-    environment = os.environ | {"LIGHTNING_PERF": selected}  # without what imports add
+    environment = os.environ | {"LIGHTNING_PERF": "1"}  # without what imports add
     if config is not None:
+        environment["LIGHTNING_PERF"] = selected = str(Path(config).resolve())
         _check_callbacks(config, selected)
     return os.execvpe(command[0], command, environment)  # noqa: S606  no shell
 
@@ -455,8 +455,6 @@ def compare(
     from lightning_perf.tracking.summary import main_stage
 
     limit = None if threshold is None else _fraction(threshold)
-    if not baselines:
-        raise Failure(f"there is no run to compare with. Try lightning-perf compare {run} BASELINE")
     runs = {name: find_run(name, tracking_uri) for name in [run, *baselines]}
     summaries = {name: found.summary for name, found in runs.items()}
     stages = {name: main_stage(summary) for name, summary in summaries.items()}
@@ -562,7 +560,8 @@ def _shown(comparison: Comparison) -> Iterator[Change]:
 
 def _cells(change: Change, step: float) -> tuple[str, ...]:
     """A row of the table. Changes of a phase or culprit are shares of the whole ``step``."""
-    name, text, whole = f"  {change.name}", duration, step
+    text: Callable[[float], str] = duration
+    name, whole = f"  {change.name}", step
     if change.kind == "step":
         name = f"time per {change.name}"
     elif change.kind == "rate":
