@@ -464,7 +464,7 @@ def _profilers(chance: random.Random) -> list[L.Callback]:
         return chance.choice([f"every {first}ba for {lasting}ba", "at 0.5dur for 3ba", "always"])
 
     made: list[L.Callback] = [
-        PyTorch(schedule=when(), batches_per_trace=6, key_averages=chance.random() < 0.2),
+        PyTorch(schedule=when(), batches_per_trace=6),
         VizTracer(schedule=when(), batches_per_trace=6),
         Memray(schedule=when(), batches_per_trace=6, compress=chance.random() < 0.5),
         MemorySnapshot(schedule=when()),

@@ -9,16 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_perf.errors import warn
-from lightning_perf.terminal import new_console
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
 T = TypeVar("T")
@@ -89,33 +85,18 @@ class Worker:
         finally:
             future.cancel()
 
-    def drain(
-        self,
-        timeout: float,
-        progress: Callable[[int], None] | None = None,
-        until: Callable[[], bool] = lambda: False,
-    ) -> bool:
+    def drain(self, timeout: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Wait at most ``timeout`` seconds until all jobs are done; return whether they are.
 
-        ``progress`` is called with the number of jobs left, first and at each change. When
-        ``until`` is true, the wait ends.
+        When ``until`` is true, the wait ends.
         """
-        deadline, shown = time.monotonic() + timeout, -1
-        while True:
-            if (left := self.pending) != shown and progress is not None:
-                self._perform("progress", partial(progress, left), Exception)
-            shown, seconds = left, deadline - time.monotonic()
-            if not left or seconds <= 0 or until():
-                return not left
+        deadline = time.monotonic() + timeout
+        while self.pending and (seconds := deadline - time.monotonic()) > 0 and not until():
             with self._guard():
-                self._changed.wait_for(lambda: self.pending != shown, min(seconds, _POLL))  # noqa: B023
+                self._changed.wait_for(lambda: not self.pending, min(seconds, _POLL))
+        return not self.pending
 
-    def close(
-        self,
-        timeout: float,
-        progress: Callable[[int], None] | None = None,
-        until: Callable[[], bool] = lambda: False,
-    ) -> bool:
+    def close(self, timeout: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Refuse new jobs, run delayed ones now, and wait as `drain` does. May be called again.
 
         Jobs left after `timeout` seconds continue in the background.
@@ -123,7 +104,7 @@ class Worker:
         with self._guard():
             self._closed = True
             self._changed.notify_all()
-        return self.drain(timeout, progress, until)
+        return self.drain(timeout, until)
 
     def abandon(self, timeout: float) -> bool:
         """Refuse new jobs, drop all that wait, and wait as `drain` does for the running one."""
@@ -165,8 +146,12 @@ class Worker:
         # crash, because psutil, which the sampler imports here, calls C functions without a self.
         sys.setprofile(None)
         while (entry := self._take()) is not None:
-            self._perform(*entry, BaseException)
-            del entry  # an idle worker must not keep the objects of its last job alive
+            label, job = entry
+            try:
+                job()
+            except BaseException as error:
+                warn(f"{label} failed in the background ({type(error).__name__}: {error})")
+            del entry, job  # an idle worker must not keep the objects of its last job alive
             with self._changed:
                 self._running = 0
                 self._changed.notify_all()
@@ -182,36 +167,9 @@ class Worker:
                 self._changed.wait(wait)
             return None
 
-    def _perform(self, label: str, job: Job, caught: type[BaseException]) -> None:
-        try:
-            job()
-        except caught as error:
-            warn(f"{label} failed in the background ({type(error).__name__}: {error})")
-
 
 def wait_until(done: Callable[[], bool], timeout: float) -> None:
     """Poll `done`, at least once, until it is true or `timeout` seconds have passed."""
     until = time.monotonic() + timeout
     while not done() and time.monotonic() < until:
         time.sleep(0.001)
-
-
-@contextmanager
-def waiting(what: str, jobs: int, timeout: float) -> Iterator[Callable[[int], None] | None]:
-    """Show a progress bar for ``jobs`` on a terminal, and one line elsewhere.
-
-    Yields a function to call with the number of jobs left when it changes; None without a bar.
-    """
-    from rich.progress import Progress
-
-    def text(left: int) -> str:
-        return f"lightning_perf: {what}: {left} left (at most {timeout:.0f} s)"
-
-    console = new_console(stderr=True)
-    if not console.is_terminal:
-        print(text(jobs), file=sys.stderr)  # noqa: T201
-        yield None
-        return
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(text(jobs), total=jobs)
-        yield lambda left: bar.update(task, completed=jobs - left, description=text(left))

@@ -1,8 +1,7 @@
-"""The background worker, and the waits at the end of a run with their progress bar."""
+"""The background worker, and the waits at the end of a run."""
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import sys
@@ -19,9 +18,10 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import PerfWarning, PyTorch, SpeedMonitor
-from lightning_perf.background import Worker, waiting
+from lightning_perf.background import Worker
 from lightning_perf.profilers.base import Recorded
 from lightning_perf.run import context, destination
+from lightning_perf.terminal import say
 from lightning_perf.tracking.mlflow import MlflowRun
 
 PATIENCE = 60.0
@@ -179,32 +179,6 @@ def test_drain_and_close_time_out(worker, gate):
     assert worker.pending == 1
 
 
-def test_progress_gets_the_number_of_jobs_left(worker, gate):
-    """It is called at the start and at each change until no job is left."""
-    left_jobs = []
-
-    def progress(left):
-        left_jobs.append(left)
-        gate.set()
-
-    worker.submit(lambda: None, "job")
-    assert worker.close(PATIENCE, progress)
-    assert left_jobs[0] == 2
-    assert left_jobs[-1] == 0
-    assert left_jobs == sorted(left_jobs, reverse=True)
-
-
-def test_a_failing_progress_is_a_warning(worker, gate):
-    """Closing still waits for all jobs."""
-
-    def progress(left):
-        gate.set()
-        raise RuntimeError("no terminal")
-
-    with pytest.warns(PerfWarning, match="no terminal"):
-        assert worker.close(PATIENCE, progress)
-
-
 def test_submit_returns_false_if_no_thread_can_start(worker, monkeypatch):
     """This is the case at interpreter shutdown."""
 
@@ -249,39 +223,6 @@ def test_abandon_waits_for_the_running_job_only(worker, gate):
     assert seen == []
 
 
-class Terminal(io.StringIO):
-    """A stream that reports to be a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar advances as jobs are done, and is removed at the end."""
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
-    with waiting("uploading", 4, 30.0) as progress:
-        assert progress is not None
-        progress(3)
-        progress(1)
-    shown = terminal.getvalue()
-    assert "lightning_perf: uploading: 4 left (at most 30 s)" in shown
-    assert "uploading: 1 left" in shown
-    assert "75%" in shown
-    assert shown.endswith("\x1b[2K")
-
-
-def test_a_log_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal, one line is printed."""
-    with waiting("uploading", 4, 30.0) as progress:
-        assert progress is None
-    printed = capsys.readouterr()
-    assert printed.err == "lightning_perf: uploading: 4 left (at most 30 s)\n"
-    assert printed.out == ""
-
-
 @pytest.mark.parametrize(("patience", "lines"), [(0.0, 1), (60.0, 0)])
 def test_only_a_long_wait_is_shown(
     tmp_path: Path,
@@ -297,18 +238,20 @@ def test_only_a_long_wait_is_shown(
     def slow(*args: Any) -> None:
         gate.wait(60.0)
 
-    def opened(what: str, jobs: int, timeout: float, waiting: Any = waiting) -> Any:
+    def said(*lines: str, **options: Any) -> None:
         gate.set()
-        return waiting(what, jobs, timeout)
+        say(*lines, **options)
 
     monkeypatch.setattr(MlflowRun, "upload", slow)
-    monkeypatch.setattr(destination, "waiting", opened)
+    monkeypatch.setattr(destination, "say", said)
     monkeypatch.setattr(destination, "SILENT", patience)
     if not lines:
         gate.set()
     logger = MLFlowLogger("waiting", tracking_uri=mlflow_database)
     trainer(tmp_path, PyTorch(schedule="first 1ba"), logger=logger).fit(Small())
-    assert capsys.readouterr().err.count("uploading") == lines
+    shown = capsys.readouterr().err
+    line = r"lightning_perf: uploading: \d left \(at most 30 s\)\n"
+    assert len(re.findall(line, shown)) == shown.count("uploading") == lines
 
 
 class Finishing(PyTorch):
@@ -385,6 +328,8 @@ def test_waiting_pages_are_dropped_at_the_end(
             super().save(path, timestamp, stage, recorded)
 
     monkeypatch.setattr(Worker, "abandon", abandoned)
+    options = {"memory_filename": "page.html", "with_stack": True, "record_shapes": True}
+    held = Held(schedule="first 1ba", **options)
     with pytest.warns(PerfWarning, match="was not made: the run ended first"):
-        trainer(tmp_path, Held(schedule="first 1ba", key_averages=True)).fit(Small())
+        trainer(tmp_path, held).fit(Small())
     assert [path.name for path in left_in(tmp_path)] == ["rank0.1.pt.trace.json.gz"]

@@ -35,7 +35,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("private")
     ours = [
         always_on(show_summary=False),
-        PyTorch(schedule=Fixed(2, 1), with_stack=True, record_shapes=True, key_averages=True),
+        PyTorch(schedule=Fixed(2, 1), with_stack=True, record_shapes=True),
         VizTracer(schedule=Fixed(5, 1)),
         Memray(schedule=Fixed(8, 1), flamegraph=True),
     ]

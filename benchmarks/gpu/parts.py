@@ -353,7 +353,7 @@ def _pages(bench: Bench, number: int, what: str) -> Iterator[Row]:
     from helpers.pages import loaded_from_elsewhere
 
     folder = bench.folder / f"run{bench.runs}"
-    found = [p for p in folder.rglob("memory_snapshots/*") if p.name != "README.md"]
+    found = [*folder.rglob("memory_snapshots/*")]
     names = ", ".join(sorted(path.name for path in found))
     yield Row(f"{what}: {number} files", len(found) == number, note=names)
     texts = [path.read_text() for path in found if path.suffix in (".html", ".svg")]

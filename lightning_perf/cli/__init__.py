@@ -12,12 +12,11 @@ from argparse import REMAINDER, ArgumentParser
 from contextlib import suppress
 from errno import EEXIST
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import Parameter, cleandoc, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.checks import install_command
-from lightning_perf.errors import PerfWarning, did_you_mean, redacted
+from lightning_perf.errors import redacted
 from lightning_perf.files import check_own, opened
 from lightning_perf.terminal import say
 
@@ -43,9 +42,6 @@ _INSTALLS = {
 _ARGUMENT = re.compile(r"^    (\w+)(?: \((\S+)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
 #: Bytes at the beginning of a file that tell what it is.
 _HEAD = 1 << 10
-#: Second names of options.
-_SHORT = {"output": ("-o",)}
-_formatwarning = warnings.formatwarning
 
 
 class Failure(Exception):
@@ -85,43 +81,41 @@ def main(args: list[str] | None = None) -> None:
     Args:
         args: The arguments after ``lightning-perf``; by default from the command line.
     """
+    args = sys.argv[1:] if args is None else args
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         if stream is None:  # closed, as with `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
         elif hasattr(stream, "reconfigure"):  # names may have characters that it cannot encode
             stream.reconfigure(errors="backslashreplace")
-    warnings.formatwarning = _one_line
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     try:
         try:
-            code = _run(sys.argv[1:] if args is None else args)
+            code = _run(args)
         finally:  # --help and --version exit, too
             sys.stdout.flush()
-    except ImportError as error:
-        package = (error.name or "").partition(".")[0]
-        if package == "lightning_perf":
-            raise
-        say(f"lightning-perf: {_remedy(error, package)}", file=sys.stderr)
-        code = 2
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:
-        _discard_output()
-        code = 0
+    except BrokenPipeError:  # the reader, such as head, has ended
+        # Nothing more is written, also when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = int(args[:1] == ["compare"])  # which must not pass so
+    except (Failure, ImportError, LookupError, OSError) as error:
+        why = redacted(_reason(error))  # it may name an address as the run
+        command = " ".join(["lightning-perf", *args[:1]])
+        say(f"{command}: {why}{'' if why.endswith('?') else '.'}", file=sys.stderr)
+        code = error.code if isinstance(error, Failure) else 2
     sys.exit(code)
 
 
-def _one_line(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
-    """A warning of ours without its place in our code, others as Python has them."""
-    if issubclass(category, PerfWarning):
-        return f"{message}\n"
-    return _formatwarning(message, category, *place, **line)
-
-
-def _remedy(error: ImportError, package: str) -> str:
-    if isinstance(error, ModuleNotFoundError) and package:
+def _reason(error: Exception) -> str:
+    """Why a command has failed, without a full stop."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
         install = install_command(_INSTALLS.get(package, package))
-        return f"the package {package} is missing. Try {install}."
-    return f"a package cannot be imported ({error}). Try pip install --upgrade lightning_perf."
+        return f"the package {package} is missing. Try {install}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error).rstrip(".")
 
 
 def all_commands() -> dict[str, Callable[..., int]]:
@@ -141,10 +135,6 @@ def _run(args: Sequence[str]) -> int:
         "package, or a run that cannot be read; 130 Ctrl-C.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    if find_spec("shtab"):
-        import shtab
-
-        shtab.add_argument_to(parser, "--print-completion")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="subcommand")
     commands = all_commands()
     for name, command in commands.items():
@@ -152,50 +142,22 @@ def _run(args: Sequence[str]) -> int:
     if not args:
         parser.print_help(sys.stderr)
         return 2
-    if args[0] != "run":  # whose arguments are those of another command
-        args = [_dashed(each) for each in args]
-    chosen, unknown = parser.parse_known_args(args)
-    settings = vars(chosen)
-    name = settings.pop("subcommand")
-    settings.pop("print_completion", None)
-    if unknown:
-        subcommands.choices[name].error(f"there is no option {unknown[0]}")
+    settings = vars(parser.parse_args(args))
+    command = commands[settings.pop("subcommand")]
     try:
-        code = commands[name](**settings)
-    # The reader, such as head, has ended; rich exits then. A comparison must not pass so.
-    except (BrokenPipeError, SystemExit):
-        _discard_output()
-        code = int(name == "compare")
-    except (Failure, LookupError, OSError) as error:
-        why = str(error).rstrip(".")
-        if isinstance(error, OSError) and error.filename:
-            why = f"{error.filename}: {error.strerror}"
-        why = redacted(why)  # it may name an address as the run
-        say(f"lightning-perf {name}: {why}{'' if why.endswith('?') else '.'}", file=sys.stderr)
-        code = error.code if isinstance(error, Failure) else 2
-    return code
+        return command(**settings)
+    except SystemExit:  # by rich, because the reader of the output has ended
+        raise BrokenPipeError from None
 
 
 class _Parser(ArgumentParser):
-    """A parser whose errors are one line, with the nearest name."""
+    """A parser whose errors are one line."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        choice = re.match(r"argument COMMAND: invalid choice: '([^']*)'", message)
-        option = re.match(r"there is no option (-\S+)", message)
-        message = re.sub(
-            r"argument (.*): invalid int value: '(.*)'", r"\1 \2 is not a number", message
-        )
-        advice = f"Try {self.prog} --help"
-        if choice:
-            message = f"there is no command {choice[1]}"
-        known = _COMMANDS if choice else self._option_string_actions
-        wrong = choice or option
-        if wrong:
-            advice = did_you_mean(wrong[1], known, advice)
-        self.exit(2, f"{self.prog}: {message}. {advice}\n")
+        self.exit(2, f"{self.prog}: {message}. Try {self.prog} --help\n")
 
 
 def _add(subcommands: Any, name: str, command: Callable[..., int]) -> None:
@@ -216,11 +178,13 @@ def _add(subcommands: Any, name: str, command: Callable[..., int]) -> None:
         names = [parameter.name]
         options: dict[str, Any] = {"help": " ".join(text.split()).replace("%", "%%")}
         if parameter.kind is Parameter.KEYWORD_ONLY:
-            names = [f"--{parameter.name.replace('_', '-')}", *_SHORT.get(parameter.name, ())]
+            spellings = (parameter.name.replace("_", "-"), parameter.name)
+            names = [*dict.fromkeys(f"--{each}" for each in spellings)]
+            names += ["-o"] if parameter.name == "output" else []
         elif default is not Parameter.empty:
             options["nargs"] = "?"
         if kind == list[str]:
-            options["nargs"] = REMAINDER if name == "run" else "*"
+            options["nargs"] = REMAINDER if name == "run" else "+"
         elif kind == list[str] | None:
             options["action"] = "append"
         elif kind is int:
@@ -234,14 +198,3 @@ def _add(subcommands: Any, name: str, command: Callable[..., int]) -> None:
         if default and isinstance(default, str):
             options["help"] += " (default: %(default)s)"
         parser.add_argument(*names, **options)
-
-
-def _dashed(argument: str) -> str:
-    """An option with dashes, however it is written."""
-    name, equals, value = argument.partition("=")
-    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else argument
-
-
-def _discard_output() -> None:
-    """Write nothing more, also when Python ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

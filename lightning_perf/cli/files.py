@@ -8,8 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.errors import describe, without_credentials
@@ -23,14 +22,10 @@ from lightning_perf.tracking.tracker import STORE, check_store, store_target
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from rich.console import Console
 
-    from lightning_perf.traces.combine import Collective
-
-#: Collectives that are shown.
-_MOST_SHOWN = 5
+_T = TypeVar("_T")
 
 
 def trace(
@@ -51,13 +46,9 @@ def trace(
             validate/12 for that of validation.
         json: Print JSON.
     """
-    if file is not None and Path(file).is_dir():
-        raise Failure(f"{file} is a folder. Try --combine {file}, or one of its files")
     if file is not None and combine is None:
         _summarize(Path(file), json)
     elif file is None and combine is not None:
-        if not Path(combine).is_dir():
-            raise Failure(f"there is no folder {combine}")
         target = Path(output)
         # The user's own link; not /dev/stdout, which may be one to a file of the shell.
         if target.is_symlink() and not target.is_relative_to("/dev"):
@@ -92,23 +83,24 @@ def _summarize(path: Path, json: bool) -> None:
         console.print(f"Note: {note}.", soft_wrap=True)
 
 
-def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
-    from rich.progress import Progress
+def _tracked(items: Sequence[_T], what: str) -> Iterable[_T]:
+    """The items, with a progress bar on a terminal."""
+    from rich.progress import track
 
+    console = new_console(stderr=True)
+    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
     from lightning_perf.traces import combine
 
     check_output(target, combine.BEGINNING)  # before seconds of reading
     traces = combine.find_window(folder, window)
-    console = new_console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading", total=2 * len(traces))
-        for trace in traces:
-            combine.scan(trace)
-            progress.advance(task)
-        combine.check(traces)
-        combine.align(traces)
-        progress.update(task, description="writing")
-        events = combine.write(traces, target, lambda: progress.advance(task))
+    for trace in _tracked(traces, "reading"):
+        combine.scan(trace)
+    combine.check(traces)
+    combine.align(traces)
+    events = combine.write(_tracked(traces, "writing"), target)
     collectives = combine.collectives(traces)
     there = {trace.rank for trace in traces}
     missing = [rank for rank in range(traces[0].head["world_size"]) if rank not in there]
@@ -123,9 +115,8 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
             "collectives": [collective._asdict() for collective in collectives],
         })  # fmt: skip
         return
-    console = new_console()
-    ranks = counted(len(traces), "rank")
-    console.print(f"{target}: {ranks}, {events:,} events", soft_wrap=True)
+    console, ranks = new_console(soft_wrap=True), counted(len(traces), "rank")
+    console.print(f"{target}: {ranks}, {events:,} events")
     if missing:
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
         console.print(f"No traces of ranks {', '.join(map(str, missing[:10]))}{more}.")
@@ -137,29 +128,14 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
         text = f"shifted by {duration(shift)}" if shift else "not shifted"
         error = duration(trace.error / 1e6)
         console.print(f"rank {trace.rank}: clock {text}, residual error {error}")
-    _show_collectives(console, collectives, len(traces))
-
-
-def _show_collectives(console: Console, collectives: Sequence[Collective], ranks: int) -> None:
-    from rich.table import Table
-
     if not collectives:
         console.print("No collectives in these traces.")
         return
-    table = Table("collective", "last rank", "the others waited (median)", title="Longest waits")
-    for collective in collectives[:_MOST_SHOWN]:
-        others = [
-            wait for rank, wait in collective.waited_us.items() if rank != collective.last_rank
-        ]
-        waited = duration(median(others) / 1e6)
-        table.add_row(
-            f"{collective.name} #{collective.number}", f"rank {collective.last_rank}", waited
-        )
-    console.print(table)
-    ((most, times),) = Counter(collective.last_rank for collective in collectives).most_common(1)
-    share = times / len(collectives)
+    number, longest = len(collectives), max(collectives[0].waited_us.values()) / 1e6
+    ((last, times),) = Counter(each.last_rank for each in collectives).most_common(1)
     console.print(
-        f"Rank {most} came last to {share:.0%} of {len(collectives)} collectives of {ranks} ranks."
+        f"Rank {last} came last to {times / number:.0%} of {number} collectives of {ranks}. "
+        f"The longest wait was {duration(longest)}."
     )
 
 
@@ -221,14 +197,9 @@ def upload(
 
 def _send_all(place: Path, send: Callable[[PendingUpload, Path], str]) -> list[tuple[str, str]]:
     """Upload what a folder lists; returns each path, and why it was not uploaded."""
-    from rich.progress import track
-
-    console, sent = new_console(stderr=True), []
+    sent = []
     with taken_pending(place) as left:
-        entries = list(left.items())
-        for key, entry in track(
-            entries, "uploading", console=console, disable=not console.is_terminal
-        ):
+        for key, entry in _tracked(list(left.items()), "uploading"):
             error = send(entry, place)
             sent.append((entry.path, error))
             if error:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.checks import install_command
 from lightning_perf.cli import Failure, print_json
-from lightning_perf.errors import ConfigError, closest, without_credentials
+from lightning_perf.errors import ConfigError, without_credentials
 from lightning_perf.terminal import new_console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from packaging.specifiers import SpecifierSet
     from rich.table import Table
 
     from lightning_perf.flops import DevicePeaks
@@ -40,8 +37,6 @@ _STYLES = {"ok": "", "missing": "yellow", "error": "bold red"}
 class Finding(NamedTuple):
     """One line of the command's output."""
 
-    #: ``packages``, ``hardware`` or ``set-up``.
-    part: str
     name: str
     value: str
     #: ``ok``, ``missing`` (a feature is off) or ``error`` (something is broken).
@@ -49,55 +44,36 @@ class Finding(NamedTuple):
 
 
 def doctor(*, json: bool = False) -> int:
-    """Check versions, devices, permissions and the tracking server.
+    """Check versions, devices, the set-up and the tracking server.
 
     Says which feature lacks which package.
 
     Args:
         json: Print JSON.
     """
-    findings = [*_packages(), *_hardware(), *_setup()]
+    parts = {"packages": _packages, "hardware": _hardware, "set-up": _setup}
+    findings = {part: list(found()) for part, found in parts.items()}
     if json:
-        print_json([finding._asdict() for finding in findings])
+        print_json([{"part": part, **x._asdict()} for part in findings for x in findings[part]])
     else:
-        console, part = new_console(soft_wrap=True), ""
-        for finding in findings:
-            if finding.part != part:
-                console.print(part := finding.part, style="bold")
-            state = "" if finding.state == "ok" else f"{finding.state}: "
-            console.print(f"  {finding.name}: {state}{finding.value}", style=_STYLES[finding.state])
-    return 1 if any(finding.state == "error" for finding in findings) else 0
+        console = new_console(soft_wrap=True)
+        for part, found in findings.items():
+            console.print(part, style="bold")
+            for name, value, state in found:
+                text = value if state == "ok" else f"{state}: {value}"
+                console.print(f"  {name}: {text}", style=_STYLES[state])
+    return int(any(each.state == "error" for found in findings.values() for each in found))
 
 
 def _packages() -> Iterator[Finding]:
-    from packaging.version import Version
-
-    yield Finding("packages", "python", platform.python_version())
-    supported = _supported()
+    yield Finding("python", platform.python_version())
     for name, feature in PACKAGES.items():
-        purpose = f", for {feature}" if feature else ""
         try:
-            value, wanted = version(name), supported.get(name, "")
-            # Builds of vendors are called 2.6.0a0+nv: what counts is 2.6.0.
-            if not wanted or Version(value).base_version in wanted:
-                yield Finding("packages", name, value)
-                continue
-            value = f'{value} is not supported{purpose}: pip install "{name}{wanted}"'
+            yield Finding(name, version(name))
         except PackageNotFoundError:
-            value = f"not installed{purpose}: {install_command(name)}"
-        yield Finding("packages", name, value, "missing" if feature else "error")
-
-
-def _supported() -> dict[str, SpecifierSet]:
-    """The supported versions by package; those of pytorch-lightning are Lightning's."""
-    from packaging.requirements import Requirement
-
-    try:
-        required = [Requirement(text) for text in requires("lightning_perf") or ()]
-    except PackageNotFoundError:  # a source tree that is not installed
-        return {}
-    versions = {requirement.name: requirement.specifier for requirement in required}
-    return versions | {"pytorch-lightning": versions["lightning"]}
+            purpose = f", for {feature}" if feature else ""
+            text = f"not installed{purpose}: {install_command(name)}"
+            yield Finding(name, text, "missing" if feature else "error")
 
 
 def _hardware() -> Iterator[Finding]:
@@ -105,64 +81,49 @@ def _hardware() -> Iterator[Finding]:
     from lightning_perf.cgroup import usable_cpus
     from lightning_perf.system.gpus import nvidia_driver
 
-    yield Finding("hardware", "CPU", f"{flops.device_name('cpu')}, {usable_cpus()} usable")
+    yield Finding("CPU", f"{flops.device_name('cpu')}, {usable_cpus()} usable")
     for setting, rows in flops.kept_peaks().items():
         if best := flops.trusted_peak(rows):
-            here = "" if setting.startswith(flops.device_name("cpu")) else " of another machine"
             text = f"{best[0] / 1e12:.3g} TFLOP/s, measured on {best[1]}; {setting}"
-            text += f"; delete {flops.kept_file()} to forget it"
-            yield Finding("hardware", f"peak{here}", text)
+            yield Finding("peak", f"{text}; delete {flops.kept_file()} to forget it")
     build, gpus = flops.cuda_devices()
-    yield Finding("hardware", "CUDA", f"torch is built for {build or 'CPUs'}")
+    yield Finding("CUDA", f"torch is built for {build or 'CPUs'}")
     for number, name in enumerate(gpus):
         entry = flops.lookup(name)
         known = f"peak from the table ({entry.name})" if entry else "no peak in the table"
-        yield Finding("hardware", f"GPU {number}", f"{name}, {known}", "ok" if entry else "missing")
+        yield Finding(f"GPU {number}", f"{name}, {known}", "ok" if entry else "missing")
     driver = nvidia_driver()
     if driver is None:
         state = "missing" if gpus else "ok"
-        yield Finding("hardware", "NVML", "not found: no metrics of NVIDIA GPUs", state)
-        return
-    yield Finding("hardware", "NVML", f"driver {driver}")
-    if not gpus:
-        yield Finding("hardware", "GPUs", "NVML has a driver, but torch sees no GPU", "error")
+        yield Finding("NVML", "not found: no metrics of NVIDIA GPUs", state)
+    elif gpus:
+        yield Finding("NVML", f"driver {driver}")
+    else:
+        yield Finding("NVML", f"driver {driver}, but torch sees no GPU", "error")
 
 
 def _setup() -> Iterator[Finding]:
-    folder = Path.cwd()
-    usable = os.access(folder, os.W_OK)
-    text = f"{folder} is {'' if usable else 'not '}writable"
-    yield Finding("set-up", "working directory", text, "ok" if usable else "error")
-    for group in _GROUPS:
-        here = any(entry.name == "lightning_perf" for entry in entry_points(group=group))
-        value = "installed" if here else "not installed: LIGHTNING_PERF has no effect"
-        yield Finding("set-up", group, value, "ok" if here else "error")
-    yield Finding("set-up", "LIGHTNING_PERF", *_variable(os.environ.get("LIGHTNING_PERF", "")))
-    yield Finding("set-up", "MLflow", *_tracking())
-
-
-def _variable(value: str) -> tuple[str, str]:
     from lightning_perf.callbacks.factory import selected
-
-    if not value:
-        return "not set", "ok"
-    try:
-        suites = selected()
-    except ConfigError as error:
-        return str(error), "error"
-    names = [type(part).__name__ for suite in suites for part in suite.parts]
-    return f"{value}: {', '.join(names) or 'off'}", "ok"
-
-
-def _tracking() -> tuple[str, str]:
     from lightning_perf.tracking.mlflow import tracking_problem
     from lightning_perf.tracking.runs import default_tracking_uri
 
+    for group in _GROUPS:
+        here = any(entry.name == "lightning_perf" for entry in entry_points(group=group))
+        value = "installed" if here else "not installed: LIGHTNING_PERF has no effect"
+        yield Finding(group, value, "ok" if here else "error")
+    try:
+        names = [type(part).__name__ for suite in selected() for part in suite.parts]
+        yield Finding("LIGHTNING_PERF", ", ".join(names) or "off")
+    except ConfigError as error:
+        yield Finding("LIGHTNING_PERF", str(error), "error")
     address = default_tracking_uri()
     problem = tracking_problem(address)
-    if problem and address.startswith("sqlite:///"):
-        return f"{without_credentials(address)}, which does not exist yet", "ok"
-    return (problem, "error") if problem else (without_credentials(address), "ok")
+    if problem is None:
+        yield Finding("MLflow", without_credentials(address))
+    elif address.startswith("sqlite:///"):
+        yield Finding("MLflow", f"{without_credentials(address)}, which does not exist yet")
+    else:
+        yield Finding("MLflow", problem, "error")
 
 
 # -- peaks ----------------------------------------------------------------------------------------
@@ -246,11 +207,12 @@ def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) 
     from lightning_perf import flops
 
     dtype = _DTYPES.get(dtype, dtype)
-    _check_measurable(device, dtype)
     peak = flops.measure_peak(device, dtype, _BUDGET_SECONDS)
     if peak is None:
-        why = f"{device} cannot multiply {dtype} matrices, or this machine is too busy"
-        raise Failure(f"{why}. Try --device cpu --dtype float32", 1)
+        raise Failure(
+            f"{device} cannot multiply {dtype} matrices: one of them is unknown to torch, there is "
+            "no such device, or this machine is too busy. Try --device cpu --dtype float32", 1,
+        )  # fmt: skip
     name = flops.device_name(device)
     listed, entry = flops.peak_flops(name, dtype, tf32=flops.tf32_is_on()), flops.lookup(name)
     if json:
@@ -265,19 +227,3 @@ def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) 
     console = new_console(soft_wrap=True)
     console.print(f"{name}, {dtype}: {peak / 1e12:.4g} TFLOP/s (measured)\n{text}")
     return 0
-
-
-def _check_measurable(device: str, dtype: str) -> None:
-    """Refuse a device or a dtype that does not exist."""
-    from lightning_perf import flops
-
-    if not flops.is_dtype(dtype):
-        known = [*_DTYPES, *_DTYPES.values(), "tf32"]
-        near = closest(dtype, known, "bfloat16")
-        raise Failure(f"{dtype} is not a dtype of torch. Try --dtype {near}")
-    if not flops.is_device(device):
-        raise Failure(f"{device} is not a device of torch. Try --device cuda")
-    build, gpus = flops.cuda_devices()
-    if device.startswith("cuda") and not gpus:
-        why = "torch is built for CPUs" if build is None else "torch sees no GPU"
-        raise Failure(f"{device} cannot be measured: {why}. Try --device cpu", 1)

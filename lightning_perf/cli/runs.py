@@ -6,7 +6,6 @@ import json as json_format
 import os
 import platform
 import re
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,13 +24,12 @@ from lightning_perf.tracking.summary import (
     PAGE_NAME,
     RATES,
     RUNNING,
-    SummaryError,
     panel,
     progress,
     read_summary,
     text_of,
 )
-from lightning_perf.units import duration, three_digits, time_unit
+from lightning_perf.units import duration, three_digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,9 +61,9 @@ def run(command: list[str], *, config: str | None = None) -> int:
         raise Failure(f"there is no file {config}")
     if which(command[0]) is None:
         raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
-    selected = "1" if config is None else str(Path(config).resolve())
-    environment = os.environ | {"LIGHTNING_PERF": selected}  # without what imports add
+    environment = os.environ | {"LIGHTNING_PERF": "1"}  # without what imports add
     if config is not None:
+        environment["LIGHTNING_PERF"] = selected = str(Path(config).resolve())
         _check_callbacks(config, selected)
     return os.execvpe(command[0], command, environment)  # noqa: S606  no shell
 
@@ -205,10 +203,19 @@ class Source:
 
     #: The latest summary; None before the first one.
     read: Callable[[], Seen | None]
-    #: Whether a newer summary than the given one may still be written.
-    alive: Callable[[Seen | None], bool] = lambda _: True
+    #: The process that the user has named.
+    pid: int | None = None
     #: Seconds between reads.
     interval: float = 1.0
+
+    def alive(self, seen: Seen | None) -> bool:
+        """Whether a newer summary than this one may still be written."""
+        if self.pid is not None:
+            return _lives(self.pid, _now())
+        process = {} if seen is None else seen.summary.get("process", {})
+        if seen is None or process.get("host") != platform.node():
+            return True
+        return _lives(process.get("pid"), seen.updated)
 
 
 def _source(run: str | None, tracking_uri: str | None) -> Source:
@@ -228,14 +235,7 @@ def _source(run: str | None, tracking_uri: str | None) -> Source:
 
 def folder_source(folder: Path) -> Source:
     """Watch a run's folder; on the training's machine, until its process has ended."""
-
-    def alive(seen: Seen | None) -> bool:
-        process = {} if seen is None else seen.summary.get("process", {})
-        if seen is None or process.get("host") != platform.node():
-            return True
-        return _lives(process.get("pid"), seen.updated)
-
-    return Source(lambda: _read(folder), alive)
+    return Source(lambda: _read(folder))
 
 
 def process_source(pid: int) -> Source:
@@ -247,7 +247,7 @@ def process_source(pid: int) -> Source:
         folder = folder or _folder_of(pid)  # a run closes its folder at its end
         return None if folder is None else _read(folder)
 
-    return Source(read, lambda _: _lives(pid, _now()))
+    return Source(read, pid)
 
 
 def _read(folder: Path) -> Seen:
@@ -372,14 +372,7 @@ def report(
     from lightning_perf.tracking.runs import find_run
 
     console = new_console(soft_wrap=True)
-    try:
-        found = find_run(run, tracking_uri)
-    except SummaryError:
-        raise
-    except LookupError as error:
-        why = str(error).rstrip(".")
-        advice = "" if why.endswith("?") else ". Try --tracking-uri ADDRESS"
-        raise Failure(why + advice) from None
+    found = find_run(run, tracking_uri)
     if html is not None:
         from lightning_perf.tracking.page import report_page
 
@@ -414,14 +407,9 @@ def _show_run(run: Run, console: Console) -> None:
     _list(console, f"Pages: open in a browser{where}:", pages)
     if run.tracking_uri is not None:
         uri = without_credentials(run.tracking_uri)
-        how = "start MLflow and open the address that it prints"
-        # In the environment of nox -s demo, for one, it is not on the PATH.
-        beside = Path(sys.executable).with_name("mlflow")
-        program = "mlflow" if which("mlflow") or not beside.exists() else str(beside)
-        command = f"{program} ui --backend-store-uri {uri}"
-        if uri.startswith(("http://", "https://")):
-            how, command = "open MLflow", f"python -m webbrowser {uri}"
-        console.print(f"To see the run and its charts, {how}:")
+        is_server = uri.startswith(("http://", "https://"))
+        console.print(f"To see the run and its charts, {'open' if is_server else 'start MLflow'}:")
+        command = uri if is_server else f"mlflow ui --backend-store-uri {uri}"
         console.print(f"  {command}", style="bold")
 
 
@@ -467,8 +455,6 @@ def compare(
     from lightning_perf.tracking.summary import main_stage
 
     limit = None if threshold is None else _fraction(threshold)
-    if not baselines:
-        raise Failure(f"there is no run to compare with. Try lightning-perf compare {run} BASELINE")
     runs = {name: find_run(name, tracking_uri) for name in [run, *baselines]}
     summaries = {name: found.summary for name, found in runs.items()}
     stages = {name: main_stage(summary) for name, summary in summaries.items()}
@@ -540,7 +526,7 @@ def _show_changes(
     for heading in ("before", "now", "change", "95% interval"):
         table.add_column(heading, no_wrap=True)
     for change in _shown(comparison):
-        cells = _row(change, comparison.changes[0].before)
+        cells = _cells(change, comparison.changes[0].before)
         table.add_row(*cells, style="" if change.certain else "dim")
     if not console.is_terminal:  # a log of CI is wider than rich assumes
         console.width = max(console.width, 120)
@@ -550,13 +536,13 @@ def _show_changes(
 
 
 def _headline(slowdown: Change) -> str:
-    change, interval, name = _percent(slowdown), _percents(slowdown), slowdown.name
+    *_, change, interval = _cells(slowdown, slowdown.before)
     if slowdown.low is None:
-        return f"{change} per {name}, noise unknown"
+        return f"{change} per {slowdown.name}, noise unknown"
     if not slowdown.certain:
-        return f"no change beyond the noise ({interval} per {name})"
+        return f"no change beyond the noise ({interval} per {slowdown.name})"
     word = "slower" if slowdown.difference > 0 else "faster"
-    each = f"{duration(slowdown.before)} -> {duration(slowdown.after)} per {name}"
+    each = f"{duration(slowdown.before)} -> {duration(slowdown.after)} per {slowdown.name}"
     return f"{word}: {each}, {change} ({interval})"
 
 
@@ -572,32 +558,22 @@ def _shown(comparison: Comparison) -> Iterator[Change]:
         yield change
 
 
-def _row(row: Change, step: float) -> tuple[str, ...]:
-    if row.kind == "rate":
-        text: Callable[[float], str] = _share if row.name == "mfu" else three_digits
-        name, change, interval = RATES[row.name][0], _percent(row), _percents(row)
-    else:
-        text = duration
-        name = f"time per {row.name}" if row.kind == "step" else f"  {row.name}"
-        # Of a phase or culprit, how much slower it makes the whole step.
-        whole = (row.before if row.kind == "step" else step) or 1.0
-        scale, unit = time_unit(max(map(abs, (row.low or 0, row.high or 0, row.difference))))
-        change = f"{row.difference * scale:+.3g} {unit} ({row.difference / whole:+.1%})"
-        interval = "unknown"
-        if row.low is not None and row.high is not None:
-            interval = f"{row.low * scale:+.3g} to {row.high * scale:+.3g} {unit}"
-    return name, text(row.before), text(row.after), change, interval
+def _cells(change: Change, step: float) -> tuple[str, ...]:
+    """A row of the table. Changes of a phase or culprit are shares of the whole ``step``."""
+    text: Callable[[float], str] = duration
+    name, whole = f"  {change.name}", step
+    if change.kind == "step":
+        name = f"time per {change.name}"
+    elif change.kind == "rate":
+        name, whole = RATES[change.name][0], change.before
+        text = _share if change.name == "mfu" else three_digits
+    low, high, difference = (
+        "unknown" if each is None else f"{each / (whole or 1.0):+.1%}"
+        for each in (change.low, change.high, change.difference)
+    )
+    interval = low if low == "unknown" else f"{low} to {high}"
+    return name, text(change.before), text(change.after), difference, interval
 
 
 def _share(value: float) -> str:
     return f"{three_digits(100 * value)}%"
-
-
-def _percent(change: Change) -> str:
-    return f"{change.relative(change.difference):+.1%}"
-
-
-def _percents(change: Change) -> str:
-    if change.low is None or change.high is None:
-        return "unknown"
-    return f"{change.relative(change.low):+.1%} to {change.relative(change.high):+.1%}"

@@ -3,8 +3,6 @@
 from lightning_perf.flops.counter import FlopCounter
 from lightning_perf.flops.formulas import TransformerConfig, check_formula, formula_for, palm
 from lightning_perf.flops.measure import (
-    is_device,
-    is_dtype,
     kept_file,
     kept_peaks,
     measure_peak,
@@ -33,8 +31,6 @@ __all__ = [
     "device_name",
     "formula_for",
     "is_compiled",
-    "is_device",
-    "is_dtype",
     "kept_file",
     "kept_peaks",
     "lookup",

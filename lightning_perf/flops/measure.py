@@ -196,20 +196,6 @@ def best_peak(setting: str, measured: float | None) -> float | None:
     return trusted and trusted[0]
 
 
-def is_dtype(name: str) -> bool:
-    """Whether `measure_peak` knows a dtype of this name."""
-    return name == "tf32" or isinstance(getattr(torch, name, None), torch.dtype)
-
-
-def is_device(name: str) -> bool:
-    """Whether torch knows a device of this name; it may be missing here."""
-    try:
-        torch.device(name)
-    except RuntimeError:
-        return False
-    return True
-
-
 def plausible_rate(alone: float | None, together: float, cores: int) -> float | None:
     """Return the FLOP/s of all threads, or ``cores`` times that of one if they waited for others.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import posixpath
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Hashable, Mapping
@@ -229,8 +228,6 @@ class Profiler(PerfCallback):
     keeps_progress = False
     #: Whether the recorder needs warm-up batches before its window.
     warms_up: ClassVar[bool] = False
-    #: Markdown about the files, for a README beside them.
-    how_to_open: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -543,8 +540,6 @@ class Profiler(PerfCallback):
 
     def new_writer(self, context: Run, names: Names) -> TraceWriter:
         """The writer of recordings, or of files that are made of them."""
-        own, remote = self.own_file, names.remote or self.own_file.remote or ""
-        elsewhere = posixpath.dirname(remote) != posixpath.dirname(own.remote or "")
         options = TraceOptions(
             folder=self.folder,
             filename=names.local,
@@ -552,7 +547,6 @@ class Profiler(PerfCallback):
             compress=names.compress,
             overwrite=self.overwrite,
             num_traces_to_keep=self.num_traces_to_keep,
-            readme=self.how_to_open if names == own or elsewhere else None,
             optional=names.local.endswith(_OPTIONAL),
         )
         return context.new_writer(options, self.output_path_prefix)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -72,16 +72,6 @@ class MemorySnapshot(Profiler):
         >>> profiler = MemorySnapshot(schedule="every 1000ba for 2ba", ranks=[0])
         >>> trainer = L.Trainer(callbacks=[profiler], logger=False)
     """
-
-    how_to_open: ClassVar[str] = """\
-- `.pickle`: drag onto <https://pytorch.org/memory_viz> (processed in your browser, never
-  uploaded); `.pickle.gz`: `gunzip` it first. Only open pickles of runs that you trust.
-- `.html`: memory over time by source line, and a flame graph of the peak; `_segment_plot.html`:
-  the blocks in each segment of the allocator. Any browser, works offline.
-- `_memory_flamegraph.svg`, `_segment_flamegraph.svg`, after an out-of-memory error: any browser,
-  works offline. Click a frame to zoom in.
-- In a terminal: `python -m torch.cuda._memory_viz stats FILE.pickle`, or `trace FILE.pickle`.
-"""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -125,15 +125,6 @@ class Memray(RecordsChildren):
         >>> profiler = Memray(schedule="at 0.5dur for 5ba", flamegraph=True)
         >>> trainer = L.Trainer(callbacks=[profiler], logger=False)
     """
-
-    how_to_open: ClassVar[str] = """\
-- `.txt`: the largest allocators, by source line.
-- `.bin`: `memray stats FILE`, `memray tree FILE`, `memray flamegraph FILE` (pip install memray, on
-  Linux or macOS); for memory that was not freed, `memray flamegraph --leaks FILE`. `.bin.gz`
-  (`compress=True`): `gunzip` it first.
-- `.child1.bin`, ... (`follow_fork=True`): captures of child processes, such as data loader workers.
-- `.html` (`flamegraph=True`): any browser, works offline.
-"""
 
     units: Mapping[str, str] = {"memray/*total_allocations": "count", "memray/*memory": "bytes"}
 

@@ -407,11 +407,6 @@ def _text(command: str, source: Path, device: str = "") -> str:
             text, numbers = summarize(source)
             sys.stdout.write(json.dumps(numbers))
             return text
-        case "operators":
-            from lightning_perf.traces.summary import key_averages, read, table  # imports numpy
-
-            events = read(source)
-            return "\n".join([table(key_averages(events)), *events.notes, ""])
         case "timeline":
             return memory_page(of_points(*json.loads(source.read_bytes())), device)
         case _:

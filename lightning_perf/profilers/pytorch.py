@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
@@ -90,20 +90,6 @@ _FILE_TIMEOUT = 60.0
 #: What torch needs to classify memory.
 _OF_MEMORY = ("with_stack", "record_shapes", "profile_memory")
 _MEMORY_EXAMPLE = "'rank{rank}.{batch}.pt.trace.memory.html'"
-_HOW_TO_OPEN = """\
-# Traces of PyTorch
-
-The name of each file contains the rank and the number of batches completed when its window ended.
-
-- `*.pt.trace.json.gz` or `*.pt.trace.json`: drag onto <https://ui.perfetto.dev> (processed in your
-  browser, never uploaded), or load it in `chrome://tracing`. For all files of this folder at once:
-
-      pip install tensorboard torch_tb_profiler
-      tensorboard --logdir path/to/torch/trace_folder
-
-- `*.memory.html`: memory over time, by category. Any browser, works offline.
-- `*.pt.trace.txt`: total cost of each operator, the most costly first. Plain text.
-"""
 
 
 def _is_moved_by_swapping(module: torch.nn.Module) -> bool:
@@ -133,8 +119,6 @@ class PyTorch(Profiler):
         profile_memory: Whether to record the allocation of tensors.
         with_stack: Whether to record source lines.
         with_flops: Whether to estimate the FLOPs of operators.
-        key_averages: Whether to write a table of operators beside each trace, as text: calls and
-            cost, the most costly first.
         **kwargs: Further arguments of ``torch.profiler.profile``, such as ``activities``, which may
             be names (``["cpu", "cuda"]``), or ``experimental_config``, which may be a mapping.
 
@@ -149,7 +133,6 @@ class PyTorch(Profiler):
     """
 
     warms_up = True
-    how_to_open: ClassVar[str] = _HOW_TO_OPEN
 
     def __init__(
         self,
@@ -168,7 +151,6 @@ class PyTorch(Profiler):
         profile_memory: bool = True,
         with_stack: bool = False,
         with_flops: bool = True,
-        key_averages: bool = False,
         **kwargs: Any,
     ) -> None:
         if use_gzip is not None:
@@ -185,7 +167,6 @@ class PyTorch(Profiler):
         self.with_flops = flag("with_flops", with_flops)
         self.memory_filename = memory_filename
         self.memory_remote_file_name = memory_remote_file_name
-        self.key_averages = flag("key_averages", key_averages)
         torch_options(self.options)
         self._check_memory()
 
@@ -209,13 +190,9 @@ class PyTorch(Profiler):
     @property
     @override
     def further_files(self) -> Mapping[str, Names]:
-        files: dict[str, Names] = {}
-        if self.key_averages:
-            files["key_averages"] = self.beside(".txt")
-        if self.memory_filename is not None:  # the slowest file last
-            names = Names(self.memory_filename, self.memory_remote_file_name)
-            files["memory_timeline"] = names
-        return files
+        if self.memory_filename is None:
+            return {}
+        return {"memory_timeline": Names(self.memory_filename, self.memory_remote_file_name)}
 
     @override
     def record(self, path: Path, context: Run, warmup: int) -> Recording:
@@ -248,12 +225,8 @@ class PyTorch(Profiler):
             profiler.stop()
         profiler.action_map.clear()  # its own methods, a reference cycle
         device = str(context.trainer.strategy.root_device)
-        further: dict[str, Callable[[Path], object]] = {
-            "key_averages": partial(tools.run_program, "operators", path),
-            "memory_timeline": partial(_draw_memory, profiler, device),
-        }
-        wanted = {name: further[name] for name in self.further_files}
-        return Recorded(partial(_export, profiler, path), wanted)
+        further = dict.fromkeys(self.further_files, partial(_draw_memory, profiler, device))
+        return Recorded(partial(_export, profiler, path), further)
 
     @override
     def prepare(self, context: Run) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -177,14 +177,6 @@ class VizTracer(RecordsChildren):
         >>> profiler = VizTracer(schedule="every 1000ba for 2ba", ignore_c_function=True)
         >>> trainer = L.Trainer(callbacks=[profiler], logger=False)
     """
-
-    how_to_open: ClassVar[str] = """\
-- `.json.gz`: drag onto <https://ui.perfetto.dev> (processed in your browser, never uploaded), or
-  `gunzip FILE.json.gz`, then `vizviewer FILE.json` (pip install viztracer), which works offline.
-- Several ranks in one timeline: `gunzip rank*.json.gz`, then
-  `viztracer --combine rank*.json -o all.json`. Rank 0 is process 1, its child processes are 10001,
-  10002, ...
-"""
 
     def __init__(
         self,

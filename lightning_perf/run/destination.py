@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import deque
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -13,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from lightning_perf.background import waiting
 from lightning_perf.errors import WarningDigest, describe, printable, warn
 from lightning_perf.run import compat
 from lightning_perf.run.termination import hurried
+from lightning_perf.terminal import say
 from lightning_perf.traces.names import TakenNames
 from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import RunFolder, TraceOptions, TraceWriter, folder_of
@@ -184,12 +185,11 @@ class Reporting:
             for target in self._own:
                 target.flush()
             if not worker.close(SILENT, until=hurried):
-                # Only rank 0 shows its progress.
-                shows = self._first and not hurried()
-                wait = waiting(what, worker.pending, seconds) if shows else nullcontext()
-                with wait as progress:
-                    if not worker.close(seconds, progress, hurried):
-                        worker.abandon(min(last, _INTERRUPTED_TIMEOUT) if hurried() else last)
+                if self._first and not hurried():
+                    left = f"{worker.pending} left (at most {seconds:.0f} s)"
+                    say(f"lightning_perf: {what}: {left}", file=sys.stderr)
+                if not worker.close(seconds, hurried):
+                    worker.abandon(min(last, _INTERRUPTED_TIMEOUT) if hurried() else last)
         for target in self._own:
             target.warn_lost()
         self.deliver()

@@ -18,7 +18,7 @@ from lightning_perf.files import files_below, gzipped_whole, written_whole
 from lightning_perf.traces.events import TraceError, microseconds, stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from lightning_perf.traces.events import Event
@@ -268,13 +268,11 @@ def collectives(traces: Sequence[RankTrace]) -> list[Collective]:
     return sorted(waits, key=lambda wait: -max(wait.waited_us.values()))
 
 
-def write(
-    traces: Iterable[RankTrace], target: Path, copied: Callable[[], object] = lambda: None
-) -> int:
+def write(traces: Iterable[RankTrace], target: Path) -> int:
     """Write one file with a process per rank, in bounded memory; return the number of events.
 
-    It is gzipped if its name ends in ``.gz``. ``copied`` is called after each trace. Raises
-    `NotRegularError` if the target is something else than a file, such as a device.
+    It is gzipped if its name ends in ``.gz``. Raises `NotRegularError` if the target is something
+    else than a file, such as a device.
     """
     count = 0
     with (gzipped_whole if target.suffix == ".gz" else written_whole)(target) as file:
@@ -285,7 +283,6 @@ def write(
                     text = json.dumps(event, separators=(",", ":"), allow_nan=False)
                     file.write((",\n" if count else "").encode() + text.encode())
                     count += 1
-            copied()
         file.write(b"\n]}\n")
     return count
 

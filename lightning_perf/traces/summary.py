@@ -1,14 +1,13 @@
 """Traces of torch.profiler as arrays of numbers, and their summaries.
 
-Idle time, communication, synchronization, and the sums of operators.
+Idle time, communication, synchronization, and operators.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
-from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
 from statistics import fmean
@@ -43,8 +42,6 @@ _LARGEST = (1 << 63) - 1
 _WIDTH = 80
 #: The start of the names of steps' annotations, and the name that all of them get.
 _STEP, STEP = "ProfilerStep#", "ProfilerStep*"
-#: The name of changes of the memory in use, and the number of the CPU among devices' types.
-_MEMORY, _CPU = "[memory]", 0
 
 
 class Kind(IntEnum):
@@ -85,16 +82,6 @@ class EventTable(NamedTuple):
         return EventTable(*(column[rows] for column in self))
 
 
-class MemoryTable(NamedTuple):
-    """One row per change of the memory in use."""
-
-    #: Nanoseconds.
-    time: NDArray[Any]
-    #: Whether it is the CPU's memory, and the change in bytes.
-    on_cpu: NDArray[Any]
-    size: NDArray[Any]
-
-
 @dataclass(frozen=True, slots=True)
 class TraceEvents:
     """The events that were read from a trace."""
@@ -103,43 +90,44 @@ class TraceEvents:
     host: EventTable
     callers: NDArray[Any]
     device: EventTable
-    memory: MemoryTable
     names: list[tuple[Kind, str]]
     #: All events of the file, also those of other kinds.
     count: int
     #: Reasons why some events are missing.
     notes: list[str]
 
+    def are(self, table: EventTable, test: Callable[[Kind, str], object]) -> NDArray[np.bool_]:
+        """Whether events have a kind and a name that pass a test."""
+        passed: NDArray[np.bool_] = np.array([bool(test(*each)) for each in self.names])[table.name]
+        return passed
+
 
 def read(path: Path, most: int = MOST_EVENTS) -> TraceEvents:
     """Read a trace of torch.profiler; of a truncated one, the events up to its end.
 
-    At most ``most`` events of the host, of the devices, and of memory are kept.
+    At most ``most`` events of the host and of the devices are kept.
     """
     reader, head, notes = _Reader(most), dict[str, Any](), list[str]()
     try:
         for event in stream(path, head):
             reader.add(event)
     except CutShort:
-        if not reader.host[0]:
+        if not reader.host:
             raise
         notes.append(f"the file is cut short or damaged after {reader.count:,} events")
-    if not reader.host[0]:
+    if not reader.host:
         maker = ": it is one of VizTracer" if "viztracer_metadata" in head else ""
         raise TraceError(f"{path} is not a trace of torch.profiler{maker}")
     tables = []
-    for columns, place in (
-        (reader.host, "host"), (reader.device, "devices"), (reader.memory, "memory"),
-    ):  # fmt: skip
-        if len(columns[0]) == most:
+    for rows, place in ((reader.host, "host"), (reader.device, "devices")):
+        table = np.frombuffer(rows, np.int64).reshape(-1, len(EventTable._fields))
+        if len(table) == most:
             notes.append(f"only the first {most:,} events of the {place} are used")
-        tables.append([np.frombuffer(column, dtype=column.typecode) for column in columns])
+        tables.append(EventTable(*table.T))
     if reader.named > _MOST_NAMES:
         notes.append(f"events with new names are not used after {len(reader.names):,} names")
-    host, callers = _nested(EventTable(*tables[0]))
-    device, names = EventTable(*tables[1]), list(reader.names)
-    memory = MemoryTable(*tables[2])
-    return TraceEvents(host, callers, device, memory, names, reader.count, notes)
+    host, callers = _nested(tables[0])
+    return TraceEvents(host, callers, tables[1], list(reader.names), reader.count, notes)
 
 
 def _nanoseconds(value: float) -> int:
@@ -148,11 +136,11 @@ def _nanoseconds(value: float) -> int:
 
 
 class _Reader:
+    """Collects the rows of both tables, one after the other."""
+
     def __init__(self, most: int) -> None:
         self._most, self.count, self.named = most, 0, 0
-        self.host, self.device, self.memory = (
-            [array(code) for code in codes] for codes in ("qqiiq", "qqiiq", "qbq")
-        )
+        self.host, self.device = array("q"), array("q")
         self.names: dict[tuple[Kind, str], int] = {}
         self._places: dict[object, int] = {}
 
@@ -160,33 +148,30 @@ class _Reader:
         """Add an event, unless it is of another kind."""
         self.count += 1
         try:
-            columns, row = self._row(event)
+            rows, row = self._row(event)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
             return  # other tools' events, such as those of VizTracer
-        if row and max(map(abs, row)) <= _LARGEST:
-            for column, value in zip(columns, row, strict=True):
-                column.append(value)
+        if len(rows) < self._most * len(row) and max(map(abs, row)) <= _LARGEST:
+            rows.extend(row)
 
-    def _row(self, event: Event) -> tuple[Sequence[array[int]], tuple[int, ...]]:
-        """The columns of an event's kind, and its values; none where it is not used."""
+    def _row(self, event: Event) -> tuple[array[int], tuple[int, ...]]:
+        """The table of an event's kind, and its values there; none where it is not used."""
         start, arguments = _nanoseconds(event["ts"]), event.get("args", {})
-        if event["name"] == _MEMORY:
-            on_cpu, size = arguments["Device Type"] == _CPU, int(arguments["Bytes"])
-            return self.memory, (start, on_cpu, size) if len(self.memory[0]) < self._most else ()
         category = event["cat"]
         kind = Kind.CALL if category.endswith(_INTERFACES) else _KINDS[category]
-        columns = self.device if kind >= Kind.KERNEL else self.host
-        if event["ph"] != "X" or len(columns[0]) == self._most:
-            return columns, ()
+        if event["ph"] != "X":
+            return self.host, ()
         name, end = event["name"], start + _nanoseconds(event["dur"])
         if kind is Kind.FRAME:
             name = _ADDRESS.sub("", name)
         elif name.startswith(_STEP):
             name = STEP
-        place = event["pid"] if kind >= Kind.KERNEL else (event["pid"], event["tid"])
+        on_device = kind >= Kind.KERNEL
+        place = event["pid"] if on_device else (event["pid"], event["tid"])
         number = self._number(self.names, (kind, name[:_LONGEST_NAME]))
         place = self._number(self._places, place)
-        return columns, (start, end, number, place, int(arguments.get("External id", 0)))
+        row = (start, end, number, place, int(arguments.get("External id", 0)))
+        return self.device if on_device else self.host, row
 
     def _number(self, numbers: dict[Any, int], key: object) -> int:
         """The number of a name or a place; raises `ValueError` if there are too many to keep."""
@@ -215,129 +200,6 @@ def _nested(host: EventTable) -> tuple[EventTable, NDArray[Any]]:
             callers.append(running[-1][1] if running else -1)
             running.append((end, row))
     return host, np.frombuffer(callers, dtype=callers.typecode)
-
-
-# -- sums of operators, as by torch.profiler.profile.key_averages() -------------------------------
-
-#: TraceEvents that torch's table omits, too.
-_UNSEEN = {
-    "profiler::_record_function_enter", "profiler::_record_function_enter_new",
-    "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",
-}  # fmt: skip
-#: What is summed, with its title: nanoseconds, and bytes allocated minus bytes freed, on all
-#: threads. The device's time is that of the kernels that a call launched, or of the kernel itself.
-_SUMS = {
-    "cpu": "CPU ms", "device": "device ms", "cpu_memory": "CPU MB", "device_memory": "device MB",
-}  # fmt: skip
-
-
-@dataclass(slots=True)
-class Row:
-    """All calls of one name: the sums of `_SUMS`, with and without the calls within."""
-
-    name: str
-    kind: Kind = Kind.OPERATOR
-    calls: int = 0
-    total: Counter[str] = field(default_factory=Counter)
-    own: Counter[str] = field(default_factory=Counter)
-
-
-def key_averages(events: TraceEvents, counted: NDArray[Any] | None = None) -> list[Row]:
-    """Sum the calls of each name: all of them, or those that are to be ``counted``.
-
-    Rows are sorted by self device time, then self CPU time, the largest first; Python frames come
-    last.
-    """
-    calls, device, kinds = events.host, events.device, [kind for kind, _ in events.names]
-    rows = [Row(name, kind) for kind, name in events.names]
-    shown = np.array([name not in _UNSEEN for _, name in events.names])[calls.name]
-    # Driver calls have the id of their operator, which already has the kernels.
-    kernels = _launched(calls, device) * (np.array(kinds)[calls.name] != Kind.CALL)
-
-    # A call whose only child has the same name is merged with that child.
-    inner = events.callers >= 0
-    alone = np.bincount(events.callers[inner & shown], minlength=len(shown))[events.callers] == 1
-    repeats = inner & alone & (calls.name == calls.name[events.callers])
-    into = np.arange(len(repeats))
-    for call in np.flatnonzero(repeats).tolist():  # callers first
-        into[call] = into[events.callers[call]]
-        kernels[into[call]] = kernels[call]
-    kernels[repeats] = 0
-    callers = np.where(inner, into[events.callers], -1)
-    counted = shown & ~repeats & (True if counted is None else counted)
-
-    launches, above = kernels.tolist(), callers.tolist()
-    for call in range(len(above) - 1, -1, -1):  # those within first
-        if above[call] >= 0:
-            launches[above[call]] += launches[call]
-    sums = {"cpu": calls.end - calls.start, "device": np.array(launches), **_memory(events)}
-    for key, values in sums.items():
-        total = values * counted
-        own = total - np.bincount(callers[inner], total[inner], len(total)) * counted
-        totals = [np.bincount(calls.name, column, len(rows)) for column in (total, own)]
-        if key == "device":
-            took = np.bincount(device.name, device.end - device.start, len(rows))
-            totals = [column + took for column in totals]
-        for row, *both in zip(rows, *totals, strict=True):
-            row.total[key], row.own[key] = map(int, both)
-    numbers = np.bincount(np.append(calls.name[counted], device.name), minlength=len(rows))
-    for row, number in zip(rows, numbers.tolist(), strict=True):
-        row.calls = number
-    called = [row for row in rows if row.calls]
-    return sorted(called, key=lambda r: (r.kind is Kind.FRAME, -r.own["device"], -r.own["cpu"]))
-
-
-def _launched(calls: EventTable, device: EventTable) -> NDArray[Any]:
-    """Nanoseconds on the device of what each call launched, without the calls within."""
-    links, places = np.unique(np.append(0, calls.link), return_inverse=True)
-    position = np.searchsorted(links[:-1], device.link)
-    known = (links[position] == device.link) & (device.link > 0)
-    took = (device.end - device.start)[known]
-    sums: NDArray[Any] = np.bincount(position[known], took, len(links))[places[1:]]
-    return sums
-
-
-def _memory(events: TraceEvents) -> dict[str, NDArray[Any]]:
-    """The bytes allocated minus the bytes freed during each call."""
-    order = np.argsort(events.memory.time)
-    times, on_cpu, sizes = (column[order] for column in events.memory)
-    last = times.searchsorted(events.host.end, "right")
-    first = times.searchsorted(events.host.start)
-    changes = {}
-    for name, is_cpu in (("cpu_memory", 1), ("device_memory", 0)):
-        sums = np.append(0, np.cumsum(sizes * (on_cpu == is_cpu)))
-        changes[name] = sums[last] - sums[first]
-    return changes
-
-
-def table(rows: Sequence[Row], limit: int = 100) -> str:
-    """The first rows as a text table, without empty columns.
-
-    Example:
-        >>> row = Row("aten::addmm", calls=2)
-        >>> row.own["cpu"], row.total["cpu"] = 3_500_000, 4_000_000
-        >>> print(table([row]))
-        name         calls  self CPU %  self CPU ms  CPU ms
-        ---------------------------------------------------
-        aten::addmm      2      100.0%        3.500   4.000
-    """
-    shown = rows[:limit]
-    names = [_short(row.name, row.kind) for row in shown]
-    columns = [["name", *names], ["calls", *(str(row.calls) for row in shown)]]
-    if all_cpu := sum(row.own["cpu"] for row in rows):
-        columns.append(["self CPU %", *(f"{row.own['cpu'] / all_cpu:.1%}" for row in shown)])
-    for key, title in _SUMS.items():
-        own, total = [row.own[key] for row in rows], [row.total[key] for row in rows]
-        for heading, sums in ((f"self {title}", own), (title, total)):
-            if any(sums):
-                columns.append([heading, *(f"{value / 1e6:.3f}" for value in sums[:limit])])
-    widths = [max(map(len, column)) for column in columns]
-    formats = [f"<{widths[0]}", *(f">{width}" for width in widths[1:])]
-    lines = ["  ".join(map(format, line, formats)) for line in zip(*columns, strict=True)]
-    lines.insert(1, "-" * len(lines[0]))
-    if len(rows) > limit:
-        lines.append(f"and {len(rows) - limit} more with less time")
-    return "\n".join(lines)
 
 
 # -- the summary ----------------------------------------------------------------------------------
@@ -443,9 +305,7 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     """
     events = read(path, most)
     host, device = events.host, events.device
-    kinds = np.array([kind for kind, _ in events.names])
-    steps = kinds[host.name] == Kind.ANNOTATION
-    steps &= np.array([name == STEP for _, name in events.names])[host.name]
+    steps = events.are(host, lambda *event: event == (Kind.ANNOTATION, STEP))
     marks = [host.at(steps)] if steps.any() else [host, *([device] if len(device.name) else [])]
     begin = int(min(table.start.min() for table in marks))
     end = int(max(table.end.max() for table in marks))
@@ -454,15 +314,12 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
         begin, end = _on_device(host.link[inside], device, begin, end)
     device = device.at((device.end > begin) & (device.start < end))
     events, has_device = replace(events, device=device), len(device.name) > 0
-    rows = [
-        (row.kind, Operator(row.name, row.calls, row.own["cpu"] / 1e9, row.own["device"] / 1e9))
-        for row in key_averages(events, inside)
-    ]
+    rows = _operators(events, inside)
     return TraceSummary(
         events.count,
         (end - begin) / 1e9,
         int(steps.sum()),
-        _device_time(events, kinds, begin, end) if has_device else None,
+        _device_time(events, begin, end) if has_device else None,
         [row for kind, row in rows if kind is Kind.OPERATOR][:_MOST_ROWS],
         [row for kind, row in rows if kind >= Kind.KERNEL][:_MOST_ROWS],
         _waits(events, inside) if has_device else [],
@@ -470,20 +327,62 @@ def summarize(path: Path, most: int = MOST_EVENTS) -> TraceSummary:
     )
 
 
+#: Events of the profiler itself, and operators that only look at a tensor, as in torch's tables.
+_UNSEEN = {
+    "profiler::_record_function_enter", "profiler::_record_function_enter_new",
+    "profiler::_record_function_exit", "aten::is_leaf", "aten::output_nr", "aten::_version",
+}  # fmt: skip
+
+
+def _operators(events: TraceEvents, inside: NDArray[np.bool_]) -> list[tuple[Kind, Operator]]:
+    """The calls of each name, the most costly first: on the device, then on the CPU."""
+    calls, device, count = events.host, events.device, len(events.names)
+    shown = events.are(calls, lambda _, name: name not in _UNSEEN)
+    counted, within = inside & shown, events.callers >= 0
+    took = (calls.end - calls.start) * counted
+    own = took - np.bincount(events.callers[within], took[within], len(took)) * counted
+    # A call and the only one within it count once if they have one name.
+    inner = np.bincount(events.callers[within & shown], minlength=len(took))
+    repeats = within & (inner == 1)[events.callers] & (calls.name == calls.name[events.callers])
+    # Driver calls have the id of their operator, which already has the kernels.
+    launched = _launched(calls, device) * events.are(calls, lambda kind, _: kind != Kind.CALL)
+    on_cpu = np.bincount(calls.name, own, count)
+    on_device = np.bincount(calls.name, launched * counted, count)
+    on_device += np.bincount(device.name, device.end - device.start, count)
+    numbers = np.bincount(np.append(calls.name[counted & ~repeats], device.name), minlength=count)
+    columns = numbers.tolist(), (on_cpu / 1e9).tolist(), (on_device / 1e9).tolist()
+    rows = [
+        (kind, Operator(name, *figures))
+        for (kind, name), *figures in zip(events.names, *columns, strict=True)
+        if figures[0]
+    ]
+    return sorted(rows, key=lambda row: (-row[1].device_seconds, -row[1].cpu_seconds))
+
+
+def _launched(calls: EventTable, device: EventTable) -> NDArray[Any]:
+    """Nanoseconds on the device of what each call launched, without the calls within."""
+    links, places = np.unique(np.append(0, calls.link), return_inverse=True)
+    position = np.searchsorted(links[:-1], device.link)
+    known = (links[position] == device.link) & (device.link > 0)
+    took = (device.end - device.start)[known]
+    sums: NDArray[Any] = np.bincount(position[known], took, len(links))[places[1:]]
+    return sums
+
+
 def _waits(events: TraceEvents, inside: NDArray[Any]) -> list[Synchronization]:
     """The places in which the host waits for the device, the costliest first."""
     calls, names = events.host, events.names
-    waiting = np.array([_SYNCHRONIZING.fullmatch(name) is not None for _, name in names])
+    waiting = events.are(calls, lambda _, name: _SYNCHRONIZING.fullmatch(name))
     costs: dict[tuple[str, str, str], tuple[int, float]] = {}
     # What runs during a call, by the call's row; each is derived from that of its caller.
     running = {-1: _Running()}
-    for row in np.flatnonzero(waiting[calls.name] & inside).tolist():
+    for row in np.flatnonzero(waiting & inside).tolist():
         above = [int(events.callers[row])]
         while above[-1] not in running:
             above.append(int(events.callers[above[-1]]))
         for outer, inner in pairwise(reversed(above)):
-            name = calls.name[inner]
-            running[inner] = running[outer].within(names[name], waits=bool(waiting[name]))
+            call = names[calls.name[inner]]
+            running[inner] = running[outer].within(call, waits=bool(waiting[inner]))
         where = running[above[0]]
         if not where.waits:
             place = (names[calls.name[row]][1], where.operator, where.own or where.line)
@@ -527,20 +426,14 @@ def _on_device(launched: NDArray[Any], device: EventTable, begin: int, end: int)
     return begin, max(end, int(device.end[own].max()))
 
 
-def _device_time(events: TraceEvents, kinds: NDArray[Any], begin: int, end: int) -> DeviceTime:
-    host, device, names = events.host, events.device, [name for _, name in events.names]
-
-    def are(test: Callable[[str], object], table: EventTable) -> NDArray[np.bool_]:
-        passed: NDArray[np.bool_] = np.array([bool(test(name)) for name in names])[table.name]
-        return passed
-
-    loading = are(lambda name: name.startswith(_INPUT), host)
-    loading &= kinds[host.name] == Kind.ANNOTATION
-    working = loading | np.isin(kinds[host.name], [Kind.OPERATOR, Kind.CALL])
-    communicates, is_kernel = are(_COMMUNICATION.match, device), kinds[device.name] == Kind.KERNEL
-    computes = is_kernel & ~communicates
-    on_tensor_cores = computes & are(
-        lambda name: _TENSOR_CORES.search(name) and not _NO_TENSOR_CORES.search(name), device
+def _device_time(events: TraceEvents, begin: int, end: int) -> DeviceTime:
+    host, device = events.host, events.device
+    loading = events.are(host, lambda k, name: k == Kind.ANNOTATION and name.startswith(_INPUT))
+    working = loading | events.are(host, lambda kind, _: kind in (Kind.OPERATOR, Kind.CALL))
+    communicates = events.are(device, lambda _, name: _COMMUNICATION.match(name))
+    computes = ~communicates & events.are(device, lambda kind, _: kind == Kind.KERNEL)
+    on_tensor_cores = computes & events.are(
+        device, lambda _, name: _TENSOR_CORES.search(name) and not _NO_TENSOR_CORES.search(name)
     )
     times = np.r_[device.start, device.end, host.start[working], host.end[working], begin, end]
     points = np.unique(times.clip(begin, end))
@@ -611,30 +504,27 @@ def tables(
     summary: Mapping[str, Any],
 ) -> Iterator[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """The tables of a summary: title, headings and rows; those without rows are left out."""
-    on_device = bool(summary.get("device"))
-
-    def cells(row: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-        times = (duration(row[key]) for key in keys if key != "device_seconds" or on_device)
-        return _short(row["name"]), f"{row['calls']:,}", *times
-
-    rows = [cells(row, "cpu_seconds", "device_seconds") for row in summary.get("operators", ())]
-    headings = ("operator", "calls", "self CPU", *(("device",) if on_device else ()))
-    yield "Operators", headings, rows
+    times = {"cpu_seconds": "self CPU", "device_seconds": "device"}
+    if not summary.get("device"):
+        del times["device_seconds"]
+    rows = [_cells(row, _short(row["name"]), *times) for row in summary.get("operators", ())]
+    yield "Operators", ("operator", "calls", *times.values()), rows
     if kernels := summary.get("kernels"):
-        rows = [cells(row, "device_seconds") for row in kernels]
+        rows = [_cells(row, _short(row["name"]), "device_seconds") for row in kernels]
         yield "Kernels", ("kernel", "calls", "device"), rows
     if waits := summary.get("synchronizations"):
-        rows = [
-            (" > ".join(filter(None, (wait["operator"], wait["call"]))),
-             wait["line"] or "unknown: record with with_stack=True", f"{wait['calls']:,}",
-             duration(wait["seconds"]))
-            for wait in waits
-        ]  # fmt: skip
+        rows = []
+        for wait in waits:
+            call = " > ".join(filter(None, (wait["operator"], wait["call"])))
+            line = wait["line"] or "unknown: record with with_stack=True"
+            rows.append((call, *_cells(wait, line, "seconds")))
         yield "Calls that wait for the device", ("call", "line", "calls", "time"), rows
 
 
-def _short(name: str, kind: Kind = Kind.OPERATOR) -> str:
-    """The start of a long name; of a Python frame the end, which has the function."""
-    if len(name) <= _WIDTH:
-        return name
-    return f"...{name[3 - _WIDTH :]}" if kind is Kind.FRAME else f"{name[: _WIDTH - 3]}..."
+def _cells(row: Mapping[str, Any], name: str, *times: str) -> tuple[str, ...]:
+    return name, f"{row['calls']:,}", *(duration(row[key]) for key in times)
+
+
+def _short(name: str) -> str:
+    """The start of a long name."""
+    return name if len(name) <= _WIDTH else f"{name[: _WIDTH - 3]}..."

@@ -11,18 +11,18 @@ import re
 import shutil
 import threading
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from errno import ENOTDIR
 from functools import partial
 from glob import escape
 from hashlib import sha256
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TYPE_CHECKING, TypeVar
 
 from lightning_perf.background import wait_until
 from lightning_perf.errors import describe, warn
-from lightning_perf.files import NotRegularError, compress, place, read_bytes, written_whole
+from lightning_perf.files import NotRegularError, compress, place, read_bytes
 from lightning_perf.traces.names import (
     IN_EPOCH,
     TOTALS,
@@ -61,9 +61,6 @@ class TraceOptions:
     #: How many of the latest files stay on the disk; -1 for all. Older ones are deleted once they
     #: are uploaded, never before. Without an upload at least one file stays: it is the only copy.
     num_traces_to_keep: int = -1
-    #: The content of a ``README.md`` beside the files, here and at the targets; None for no file.
-    #: An existing file of that name stays.
-    readme: str | None = None
     #: Whether a file is left out if it was not started at the end of the run.
     optional: bool = False
     #: Whether to wait for the disk, so that a file survives a crash of the machine.
@@ -100,7 +97,6 @@ def _is_after(times: Mapping[str, float], present: Mapping[str, float]) -> bool:
 
 #: The file with the identity of the run that owns a folder.
 MARKER = ".run"
-README = "README.md"
 
 
 class RunFolder:
@@ -233,23 +229,12 @@ class FileNames:
         self._remote_values = run_values(distinct if in_store else name, ranks)
         #: Where the files are.
         self.folder = folder_of(run, options.folder)
-        suffix = re.search(r"\.\w+$", options.filename.removesuffix(".gz"))
-        self._suffix = suffix[0] if suffix else ""
         self._take = partial(run.taken.take, most=run.most_remembered)
 
     def conflict(self, now: Timestamp, stage: str) -> Path | None:
         """A file of the stage that is later than `now`, or None."""
         values = {**self._values, "stage": stage}
         return conflicts(self._file, values, _within(self.folder.folder, stage), now)
-
-    def spool(self, stage: str) -> Path:
-        """As `TraceWriter.spool`."""
-        folder = _within(self.folder.claim(), stage)
-        make_folder(folder)
-        # Random, so that no other user with write access to the folder can create a link of that
-        # name.
-        number = f"{self._values['rank']}-{os.urandom(8).hex()}"
-        return folder / f".spool-rank{number}{self._suffix}"
 
     def reserve(
         self, timestamp: Timestamp, stage: str, raw: bool = False
@@ -259,38 +244,22 @@ class FileNames:
         A name that is taken gets a number, unless files may be overwritten. A `raw` file could not
         be compressed: its names have no ``.gz``.
         """
-        values = {**self._values, **time_values(timestamp), "stage": stage}
-        folder, name = _within(self.folder.folder, stage), self._file.render(values)
-        remote = self._remote_path(timestamp, stage)
-        if remote is not None and stage != "train":
-            remote = remote.parent / stage / remote.name
-        if raw:
-            name = name.removesuffix(".gz")
-            remote = None if remote is None else remote.with_name(remote.name.removesuffix(".gz"))
+        now = {**time_values(timestamp), "stage": stage}
+        folder, name = _within(self.folder.folder, stage), self._file.render(self._values | now)
+        name = name.removesuffix(".gz") if raw else name
         number = 1 if self._overwrite else self._take(folder / name)
-        if remote is not None:
-            remote = remote.with_name(numbered(remote.name, number))
-        return folder / numbered(name, number), None if remote is None else str(remote)
-
-    def readme(self, timestamp: Timestamp, stage: str) -> tuple[Path, str | None]:
-        """The local path and the remote name of the README, in the folder that all stages share.
-
-        It has no remote name in the root of a target, where it would be among the user's files.
-        """
-        remote = self._remote_path(timestamp, stage)
-        path = self.folder.folder / README
-        if remote is None or remote.parent == PurePosixPath():
-            return path, None
-        return path, str(remote.parent / README)
-
-    def _remote_path(self, timestamp: Timestamp, stage: str) -> PurePosixPath | None:
+        path = folder / numbered(name, number)
         if self._remote is None:
-            return None
-        values = {**self._remote_values, **time_values(timestamp), "stage": stage}
-        return PurePosixPath(self._remote.render(values))
+            return path, None
+        remote = PurePosixPath(self._remote.render(self._remote_values | now))
+        name = remote.name.removesuffix(".gz") if raw else remote.name
+        return path, str(_within(remote.parent, stage) / numbered(name, number))
 
 
-def _within(folder: Path, stage: str) -> Path:
+_Folder = TypeVar("_Folder", bound=PurePath)
+
+
+def _within(folder: _Folder, stage: str) -> _Folder:
     return folder if stage == "train" else folder / stage
 
 
@@ -318,7 +287,6 @@ class TraceWriter:
         keep = options.num_traces_to_keep
         self._most_saved = keep if keep >= 0 else run.most_remembered
         self._lock = threading.Lock()
-        self._readme_placed = self._readme_sent = False
 
     @property
     def run_name(self) -> str:
@@ -387,7 +355,13 @@ class TraceWriter:
 
         It has the suffix of `filename`, but no ``.gz``.
         """
-        return self._names.spool(stage)
+        folder = _within(self._names.folder.claim(), stage)
+        make_folder(folder)
+        # Random, so that no other user with write access to the folder can create a link of that
+        # name.
+        number = f"{self._run.ranks.global_rank}-{os.urandom(8).hex()}"
+        suffix = re.search(r"\.\w+$", self._options.filename.removesuffix(".gz"))
+        return folder / f".spool-rank{number}{suffix[0] if suffix else ''}"
 
     def discard(self, spooled: Path) -> None:
         """Delete what a recorder has left at a path from `spool`."""
@@ -473,15 +447,12 @@ class TraceWriter:
             trace = self._move(trace, compressed)
             self._remember(trace)
             self._uploads.add(trace)
-            self._place_readme(trace)
             return trace
         return None
 
     def _send(self, trace: Trace) -> None:
         with self._warns(trace):
             if self._uploads.send(trace, self._send):
-                # After the trace, so that an unreachable server costs one attempt.
-                self._send_readme(trace)
                 self._prune(trace)
 
     @contextmanager
@@ -557,28 +528,6 @@ class TraceWriter:
             if len(self._saved) > self._most_saved:
                 del self._saved[next(iter(self._saved))]
 
-    def _place_readme(self, trace: Trace) -> None:
-        if self._options.readme is None or self._readme_placed:
-            return
-        path, _ = self._names.readme(trace.timestamp, trace.stage)
-        with suppress(OSError):
-            if not path.exists():
-                with written_whole(path) as file:
-                    file.write(self._options.readme.encode())
-            self._readme_placed = True
-
-    def _send_readme(self, trace: Trace) -> None:
-        """Send the README to all targets, once; a failure is retried with the next trace."""
-        if self._options.readme is None or self._readme_sent or not trace.sends:
-            return
-        path, remote = self._names.readme(trace.timestamp, trace.stage)
-        with suppress(Exception):
-            # A file with other content is the user's.
-            if read_bytes(path) == self._options.readme.encode():
-                for target, name in self._sends(path, remote, replaces=True):
-                    target.send(path, name)
-            self._readme_sent = True
-
     def _prune(self, trace: Trace) -> None:
         keep = self._options.num_traces_to_keep
         if self._is_mirrored(trace.path):
@@ -589,12 +538,12 @@ class TraceWriter:
             for path in self._uploads.expire(keep if trace.sends else max(1, keep)):
                 path.unlink(missing_ok=True)
 
-    def _sends(self, path: Path, remote: str | None, replaces: bool = False) -> Sends:
+    def _sends(self, path: Path, remote: str | None) -> Sends:
         """The targets of a file, each with its name there."""
         sends = [] if remote is None else [(target, remote) for target in self._targets]
         if (mirror := self._run.mirror) is not None and self._is_mirrored(path):
             name = path.relative_to(self._run.root).as_posix()
-            sends.append(mirror(name, replaces or self._options.overwrite))
+            sends.append(mirror(name, self._options.overwrite))
         return tuple(sends)
 
     def _is_mirrored(self, path: Path) -> bool:

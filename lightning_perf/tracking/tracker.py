@@ -16,7 +16,6 @@ from lightning_perf.errors import ConfigError, warn, without_credentials
 from lightning_perf.files import files_below, opened, written_whole
 from lightning_perf.traces.names import numbered, split_url
 from lightning_perf.traces.uploads import Target
-from lightning_perf.traces.writer import README
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -196,8 +195,7 @@ class Root:
 
     def close(self) -> None:
         """At the end of the run, remove a temporary folder; files not uploaded stay."""
-        left = any(path.name != README for path in files_below(self.path))
-        if self.discards or (self.mirror is not None and not left):
+        if self.discards or (self.mirror is not None and not any(files_below(self.path))):
             shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 from helpers.faults import (
-    READMES,
     Child,
     Ended,
     ForkServer,
@@ -43,9 +42,8 @@ RANKS: dict[str, Any] = {"strategy": "ddp_fork", "devices": 2}
 #: Each rank has eight batches. These windows end before batch 4, during which Memray's is open.
 EARLY = set().union(
     *(files("PyTorch", 1, rank=rank) | files("VizTracer", 3, rank=rank) for rank in (0, 1)),
-    {name for name in READMES if not name.startswith("memray")},
 )
-LATE = files("Memray", 4, rank=0) | files("Memray", 4, rank=1) | READMES
+LATE = files("Memray", 4, rank=0) | files("Memray", 4, rank=1)
 FAULTS: dict[str, Callable[[], object]] = {
     "raises": raises,
     "exits": partial(sys.exit, 3),

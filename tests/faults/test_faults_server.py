@@ -27,7 +27,6 @@ import pytest
 from helpers.faults import (
     BATCH,
     DONE,
-    READMES,
     Acting,
     Child,
     Ended,
@@ -185,7 +184,7 @@ def test_files_that_a_failing_server_refused_are_uploaded_later(
     assert whole(served_by.files) == made | {LIST}, ended.stderr
     assert "`lightning-perf upload` sends" in ended.stderr
     served_by.upload()
-    assert served_by.artifacts | READMES == made  # which are uploaded only together with traces
+    assert served_by.artifacts == made
 
 
 def dies(out: Path) -> None:
@@ -220,7 +219,7 @@ def test_files_that_wait_at_a_sigkill_are_uploaded_later(
     assert {each for each in whole(served_by.files) if LIST not in each} == ALL
     served_by.upload()
     assert not list(served_by.files.glob(f"{LIST}*"))
-    assert served_by.artifacts | READMES == ALL
+    assert served_by.artifacts == ALL
 
 
 @pytest.mark.parametrize("mode", ["down", "drop", "500", "403"])

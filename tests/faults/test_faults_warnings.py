@@ -104,7 +104,7 @@ def gone(folder: Path) -> Setting:
         (
             nothing,
             [PyTorch(schedule=Always()), PyTorch(schedule=Always(), folder="second")],
-            files("PyTorch", 16) | {"torch_traces/README.md"},
+            files("PyTorch", 16),
         ),
     ],
     ids=["nothing", "folder", "quota", "logger", "server", "overrides"],

@@ -46,13 +46,6 @@ _FILES = {
     "Memray": ("memray/rank{}.{}.bin", "memray/rank{}.{}.txt"),
 }
 PROFILERS = tuple(_FILES)
-#: How to open the traces of each folder.
-_READMES = {
-    "torch_traces/README.md": PyTorch,
-    "viztracer/README.md": VizTracer,
-    "memray/README.md": Memray,
-}
-READMES = set(_READMES)
 
 
 def files(profiler: str, *batches: int, rank: int = 0) -> set[str]:
@@ -61,7 +54,7 @@ def files(profiler: str, *batches: int, rank: int = 0) -> set[str]:
 
 
 #: The files at that time, of three windows.
-DONE = files("PyTorch", 2) | files("VizTracer", 4) | files("Memray", 6) | READMES
+DONE = files("PyTorch", 2) | files("VizTracer", 4) | files("Memray", 6)
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -339,9 +332,6 @@ def read(path: Path) -> None:
         text = path.read_text()
         assert text.startswith("peak memory "), path
         assert "\nAllocated in total, freed or not\n" in text, path
-    elif path.name == "README.md":
-        opens = _READMES["/".join(path.parts[-2:])]
-        assert path.read_text() == opens.how_to_open, path
     elif path.name == "summary.json":
         assert json.loads(path.read_text())["version"], path
     elif ".jsonl" in path.name:

@@ -131,11 +131,11 @@ def ours(caught: Any) -> list[str]:
     return [str(w.message) for w in caught if issubclass(w.category, PerfWarning)]
 
 
-OURS = {".run", "README.md", "summary.json"}
+OURS = {".run", "summary.json"}
 
 
 def left_in(folder: Path) -> list[Path]:
-    """The files of recorders in a folder, without the README and the summary of the run."""
+    """The files of recorders in a folder, without the summary of the run."""
     found = (path for path in folder.rglob("*") if path.is_file() and path.name not in OURS)
     return sorted(found)
 

@@ -118,7 +118,7 @@ def test_capture_and_flame_graph_are_uploaded(tmp_path: Path, mlflow_database: s
     fit(tmp_path, Capture(schedule=Fixed(14, 2), flamegraph=True), logger=logger)
     found = MlflowClient(mlflow_database).list_artifacts(logger.run_id, "crow/memray")
     names = sorted(Path(entry.path).name for entry in found)
-    assert names == ["README.md", "rank0.16.bin", "rank0.16.html"]
+    assert names == ["rank0.16.bin", "rank0.16.html"]
 
 
 def test_a_memray_tracker_of_the_user_continues(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_ranks_have_different_keys(tmp_path: Path, mlflow_database: str) -> None
     for key in ("memray/peak_memory", "memray/rank1/peak_memory"):
         assert run.data.metrics[key] > MEGABYTES
     names = sorted(Path(a.path).name for a in client.list_artifacts(run.info.run_id, "two/memray"))
-    assert names == ["README.md", "rank0.2.bin", "rank0.2.txt", "rank1.2.bin", "rank1.2.txt"]
+    assert names == ["rank0.2.bin", "rank0.2.txt", "rank1.2.bin", "rank1.2.txt"]
 
 
 def test_data_loader_workers_are_captured_in_each_window(tmp_path: Path) -> None:

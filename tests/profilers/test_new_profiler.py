@@ -45,8 +45,6 @@ class CProfile(Profiler):
         **kwargs: The other arguments of every profiler.
     """
 
-    how_to_open = "- `.pstats`: `snakeviz FILE`, or `python -m pstats FILE`.\n"
-
     def __init__(
         self,
         schedule: Schedule | str | None = None,
@@ -87,8 +85,8 @@ def test_a_new_profiler_takes_at_most_60_lines() -> None:
     assert len(inspect.getsource(CProfile).splitlines()) <= 60
 
 
-def test_it_records_windows_uploads_and_explains(tmp_path: Path) -> None:
-    """It has windows, stages, names, the README and ``saved_traces`` from the base class."""
+def test_it_records_windows_and_uploads(tmp_path: Path) -> None:
+    """It has windows, stages, names and ``saved_traces`` from the base class."""
     profiler = CProfile(schedule="every 4ba for 2ba")
     run = trainer(tmp_path, profiler, logger=Records(), limit_val_batches=6)
     run.fit(Small())
@@ -102,7 +100,6 @@ def test_it_records_windows_uploads_and_explains(tmp_path: Path) -> None:
         2
     }
     assert "cumulative" in (folder / "rank0.6.txt").read_text()
-    assert "snakeviz" in (folder / "README.md").read_text()
     assert sorted(stamp.batch for stamp, _ in profiler.saved_traces) == [6, 6, 10, 14]
 
 

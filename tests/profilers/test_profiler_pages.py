@@ -85,10 +85,6 @@ def test_pages_load_nothing(tmp_path: Path, profiler: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "files"),
     [
-        (
-            lambda: PyTorch(schedule="first 1ba", key_averages=True),
-            ["rank0.1.pt.trace.json.gz", "rank0.1.pt.trace.txt"],
-        ),
         (lambda: Memray(schedule="first 1ba"), ["rank0.1.bin", "rank0.1.txt"]),
         (
             lambda: Memray(schedule="first 1ba", flamegraph=True, summary=False),

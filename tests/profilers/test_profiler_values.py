@@ -230,7 +230,7 @@ def test_an_unknown_option_gets_a_suggestion(kind: Any, option: str, expected: s
         lambda: Memray(schedule="every 9ba for 2ba"),
         lambda: VizTracer(schedule="every 9ba for 2ba"),
         lambda: PyTorch(
-            schedule="every 9ba for 2ba", key_averages=True, with_stack=True, record_shapes=True,
+            schedule="every 9ba for 2ba", with_stack=True, record_shapes=True,
             memory_filename="rank{rank}.{batch}.html",
         ),
     ],

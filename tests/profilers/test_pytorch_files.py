@@ -68,14 +68,14 @@ def test_memory_timelines_have_their_own_artifact_name(
     from mlflow import MlflowClient  # not where gpu tests run
 
     logger = MLFlowLogger("memory", tracking_uri=mlflow_database, run_name="wren")
-    fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY), logger=logger)
+    fit(tmp_path, PyTorch(schedule="first 1ba", **MEMORY), logger=logger)
     client = MlflowClient(mlflow_database)
     pages = client.list_artifacts(logger.run_id, "wren/torch_memory_traces")
     names = sorted(Path(entry.path).name for entry in pages)
-    assert names == ["README.md", "rank0.1.pt.trace.memory.html"]
+    assert names == ["rank0.1.pt.trace.memory.html"]
     beside = client.list_artifacts(logger.run_id, "wren/torch_traces")
     names = sorted(Path(entry.path).name for entry in beside)
-    assert names == ["README.md", "rank0.1.pt.trace.json.gz", "rank0.1.pt.trace.txt"]
+    assert names == ["rank0.1.pt.trace.json.gz"]
 
 
 def test_a_timeline_needs_no_upload(tmp_path: Path, mlflow_database: str) -> None:
@@ -161,31 +161,20 @@ def test_invalid_values_are_refused_at_construction(options: dict[str, Any], exp
     assert expected in str(caught.value)
 
 
-# -- the table of operators ---------------------------------------------------------------------
-
-
-def test_a_table_of_operators_beside_each_trace(tmp_path: Path) -> None:
-    """The text has the calls of exactly the window's batches."""
-    found = fit(tmp_path, PyTorch(schedule=Fixed(2, 3), key_averages=True))
-    assert list(found) == ["rank0.5.pt.trace.json.gz", "rank0.5.pt.trace.txt"]
-    lines = found["rank0.5.pt.trace.txt"].read_text().splitlines()
-    assert lines[0].split("  ")[0].strip() == "name"
-    calls = {line.split()[0]: int(line.split()[1]) for line in lines[2:] if line[:6] == "aten::"}
-    assert calls["aten::mse_loss"] == 3
-    assert calls["aten::addmm"] == 6
+# -- files made of a trace -----------------------------------------------------------------------
 
 
 def test_files_are_made_while_a_server_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trace, table and page exist at the end of the run."""
+    """Trace and page exist at the end of the run."""
     start = Worker._start
     monkeypatch.setattr(
         Worker, "_start", lambda self: self._name == "lightning_perf" or start(self)
     )
     monkeypatch.setattr("lightning_perf.run.context.UPLOAD_TIMEOUT", {"teardown": 0.1})
-    found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY))
-    suffixes = ["json.gz", "memory.html", "txt"]
+    found = fit(tmp_path, PyTorch(schedule="first 1ba", **MEMORY))
+    suffixes = ["json.gz", "memory.html"]
     assert list(found) == [f"rank0.1.pt.trace.{suffix}" for suffix in suffixes]
 
 
@@ -213,9 +202,9 @@ def test_no_secret_of_the_environment_enters_a_trace(
 ) -> None:
     """No value of an environment variable is in any file."""
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "planted-password")
-    profiler = PyTorch(schedule="first 2ba", compress=False, key_averages=True, **MEMORY)
+    profiler = PyTorch(schedule="first 2ba", compress=False, **MEMORY)
     found = fit(tmp_path, profiler)
-    assert len(found) == 3
+    assert len(found) == 2
     assert not [path for path in found.values() if b"planted-password" in path.read_bytes()]
 
 
@@ -227,9 +216,9 @@ PLUGIN = re.compile(r"^(?P<worker>.*?)(?P<span>\.\d+)?\.pt\.trace\.json(?:\.gz)?
 
 def test_names_follow_tensorboard_s_pattern(tmp_path: Path) -> None:
     """Each rank is a worker and each window a span; other files do not match."""
-    profiler = PyTorch(schedule="every 6ba", key_averages=True, **MEMORY)
+    profiler = PyTorch(schedule="every 6ba", **MEMORY)
     matches = [PLUGIN.match(name) for name in fit(tmp_path, profiler)]
-    assert len(matches) == 6
+    assert len(matches) == 4
     found = [match.groups() for match in matches if match]
     assert found == [("rank0", ".13"), ("rank0", ".7")]
 
@@ -291,9 +280,9 @@ def test_activities_may_be_names_members_or_mappings() -> None:
 def test_a_profiler_with_options_pickles() -> None:
     """Spawned ranks receive the callback by pickle."""
     options: dict[str, Any] = {"experimental_config": {"verbose": True}, "activities": ["cpu"]}
-    sent = pickle.loads(pickle.dumps(PyTorch(key_averages=True, **MEMORY, **options)))
+    sent = pickle.loads(pickle.dumps(PyTorch(**MEMORY, **options)))
     assert sent.options == options
-    assert set(sent.further_files) == {"memory_timeline", "key_averages"}
+    assert set(sent.further_files) == {"memory_timeline"}
 
 
 # -- other profilers ----------------------------------------------------------------------------
@@ -382,22 +371,9 @@ def test_no_window_opens_while_a_torch_profiler_of_the_user_warms_up(tmp_path: P
     assert found
 
 
-# -- how to open --------------------------------------------------------------------------------
-
-
-def test_the_readme_explains_every_file(tmp_path: Path) -> None:
-    """It has each kind of file, and the commands of the reference."""
-    found = fit(tmp_path, PyTorch(schedule="first 1ba", key_averages=True, **MEMORY))
-    for name in found:
-        patterns = re.findall(r"`(\*[^`]+)`", PyTorch.how_to_open)
-        assert any(name.endswith(pattern[1:]) for pattern in patterns), name
-    assert "pip install tensorboard torch_tb_profiler" in PyTorch.how_to_open
-    assert "tensorboard --logdir path/to/torch/trace_folder" in PyTorch.how_to_open
-
-
 def test_the_trace_of_a_window_with_a_page_is_complete(tmp_path: Path) -> None:
     """The other files are made from the trace that is kept."""
-    found = fit(tmp_path, PyTorch(schedule=Fixed(2, 2), key_averages=True, **MEMORY))
+    found = fit(tmp_path, PyTorch(schedule=Fixed(2, 2), **MEMORY))
     trace = json.loads(gzip.decompress(found["rank0.4.pt.trace.json.gz"].read_bytes()))
     names = [event.get("name", "") for event in trace["traceEvents"]]
     assert names.count("aten::mse_loss") == 2

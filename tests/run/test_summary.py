@@ -271,8 +271,11 @@ def test_a_file_of_the_user_is_not_replaced(tmp_path: Path) -> None:
 
 
 def everything() -> list[Any]:
-    pytorch = PyTorch(schedule="first 2ba", key_averages=True)
-    return [pytorch, Memray(schedule="at 3ba for 2ba", flamegraph=True), always_on()]
+    return [
+        PyTorch(schedule="first 2ba"),
+        Memray(schedule="at 3ba for 2ba", flamegraph=True),
+        always_on(),
+    ]
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -64,7 +64,7 @@ def test_the_file_alone_gives_the_same_page(
     assert call(capsys, "report", str(folder), "--html", str(tmp_path / "again.html"))[0] == 0
     assert "Captured steps" in (tmp_path / "again.html").read_text()
     # FILE was forgotten, or is another one: no recording is replaced, only an earlier page.
-    for path in (folder / "summary.json", *folder.rglob("*.gz"), *folder.rglob("README.md")):
+    for path in (folder / "summary.json", *folder.rglob("*.gz")):
         before = path.read_bytes()
         for args in (["report", "--html"], ["trace", "--combine", str(folder), "-o"]):
             code, _, error = call(capsys, *args, str(path))

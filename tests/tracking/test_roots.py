@@ -153,8 +153,7 @@ def test_files_go_to_a_remote_root(tmp_path: Path, in_tmp: Path, temporary: Path
     names = stored("roots/a")
     (run,) = {name.split("/")[0] for name in names} - {"lightning_logs"}
     assert run.startswith("lightning_logs-version_0-")
-    for name in ("torch_traces/rank0.1.pt.trace.json.gz", "torch_traces/README.md",
-                 "report.html"):  # fmt: skip
+    for name in ("torch_traces/rank0.1.pt.trace.json.gz", "report.html"):
         assert f"{run}/{name}" in names
     assert left_in(in_tmp) == left_in(tmp_path) == []
     assert list(temporary.iterdir()) == []
@@ -169,11 +168,10 @@ def test_a_second_run_in_a_remote_root_replaces_nothing(tmp_path: Path) -> None:
             profiler={"overwrite": overwrite},
         )
     names = [name.split("/", 1)[1] for name in stored("roots/b")]
-    assert [name for name in names if "README" not in name and "traces/" in name] == [
+    assert [name for name in names if "traces/" in name] == [
         "torch_traces/rank0-2.1.pt.trace.json.gz",
         "torch_traces/rank0.1.pt.trace.json.gz",
     ]
-    assert names.count("torch_traces/README.md") == 1
 
 
 def test_files_that_a_remote_root_refuses_stay_local(

@@ -76,7 +76,7 @@ def test_traces_go_to_a_store_without_any_logger(tmp_path: Path) -> None:
     url = "memory://bucket/a/rank{rank}-{stage}.{batch}.json"
     profiler = PyTorch(schedule="every 4ba", remote_file_name=url)
     trainer(tmp_path, profiler).fit(Small())
-    assert memory("bucket/a") == ["README.md", *(f"rank0-train.{n}.json.gz" for n in (13, 5, 9))]
+    assert memory("bucket/a") == [f"rank0-train.{n}.json.gz" for n in (13, 5, 9)]
     assert not read_pending(tmp_path)
 
 
@@ -86,7 +86,6 @@ def test_a_file_url_is_a_folder_of_any_disk(tmp_path: Path) -> None:
     profiler = VizTracer(schedule="first 1ba", remote_file_name=url, num_traces_to_keep=0)
     trainer(tmp_path / "here", profiler, limit_val_batches=1).fit(Small())
     assert files(tmp_path / "shared disk") == [
-        "traces/README.md",
         "traces/rank0.1.json.gz",
         "traces/validate/rank0.1.json.gz",
     ]
