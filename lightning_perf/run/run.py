@@ -12,7 +12,6 @@ from lightning_perf.background import Worker
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import formula_for
 from lightning_perf.run import compat
-from lightning_perf.run.batch_tracker import BatchTracker
 from lightning_perf.run.batches import TIMED, BatchTotals
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
@@ -64,6 +63,8 @@ class Run:
         self.ranks, self.limits = compat.ranks_of(trainer), compat.limits_of(trainer)
         #: The progress of all stages; it continues when a run is resumed.
         self.progress = _PROGRESS.setdefault(trainer, Progress())
+        #: Whether Lightning logs at the last batch: the same on every rank.
+        self.logs_now = False
         #: Codes and severities of the verdicts so far, for schedules.
         self.reached: list[str] = []
         #: One thread talks to servers, the other makes files.
@@ -78,9 +79,6 @@ class Run:
         self.batches = BatchTotals(timer)
         self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
-        self.tracker = BatchTracker(
-            trainer, self.stages, self.spans, self.meter, self.batches, self.windows
-        )
         self.windows.sources = self._sources()
         # Not a method: the strategy, which is patched, must not keep the run alive.
         first = self.ranks.global_rank == 0
@@ -131,11 +129,6 @@ class Run:
     def step(self) -> int:
         """The step at which loggers write what is reported now."""
         return self.stages.step
-
-    @property
-    def logs_now(self) -> bool:
-        """Whether Lightning logs at the last batch: the same on every rank."""
-        return self.tracker.report_due
 
     @property
     def schedule_context(self) -> Context:
