@@ -16,7 +16,7 @@ from lightning_perf.checks import amount, is_number
 from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.errors import ConfigError
-from lightning_perf.run.hardware import HOST_MEMORY, sample_ranks
+from lightning_perf.run.signals import HOST_MEMORY, sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.system import HOST
 from lightning_perf.system.gpus import GPU, PER_GPU, gpu_key

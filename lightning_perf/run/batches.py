@@ -58,21 +58,24 @@ class BatchRecord(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Running totals of timed batches: neither the first of a stage nor slowed by counting."""
+    """Running totals of timed batches: neither the first of a stage nor slowed by counting.
 
-    seconds: float = 0.0
-    batches: int = 0
-    samples: float = 0
-    tokens: float = 0
-    flops: float = 0.0
-    ideal_seconds: float = 0.0
-    hardware_ideal_seconds: float = 0.0
+    The names are those of the columns, with ``_`` for ``/``.
+    """
+
+    batch_seconds: float = 0.0
+    batch_count: int = 0
+    batch_samples: float = 0
+    batch_tokens: float = 0
+    flops_model: float = 0.0
+    flops_ideal_seconds: float = 0.0
+    flops_hardware_ideal_seconds: float = 0.0
     #: Of batches with known FLOPs, and of skipped ones.
-    known_seconds: float = 0.0
-    known: int = 0
-    uncounted_samples: int = 0
-    uncounted_tokens: int = 0
-    uncounted_flops: int = 0
+    flops_seconds: float = 0.0
+    flops_batches: int = 0
+    batch_uncounted_samples: int = 0
+    batch_uncounted_tokens: int = 0
+    flops_uncounted_batches: int = 0
 
     def plus(self, record: BatchRecord) -> Sums:
         """These totals and a batch."""
@@ -92,24 +95,12 @@ class Sums(NamedTuple):
 
     def shared(self, ranks: int) -> Sums:
         """This rank's part, where ranks share the samples and tokens of a batch."""
-        return self._replace(samples=self.samples / ranks, tokens=self.tokens / ranks)
+        samples, tokens = self.batch_samples / ranks, self.batch_tokens / ranks
+        return self._replace(batch_samples=samples, batch_tokens=tokens)
 
 
-#: The columns of `Sums`, in its order.
-TIMED = (
-    "batch/seconds",
-    "batch/count",
-    "batch/samples",
-    "batch/tokens",
-    "flops/model",
-    "flops/ideal_seconds",
-    "flops/hardware_ideal_seconds",
-    "flops/seconds",
-    "flops/batches",
-    "batch/uncounted_samples",
-    "batch/uncounted_tokens",
-    "flops/uncounted_batches",
-)
+#: The columns of `Sums`.
+TIMED = tuple(name.replace("_", "/", 1) for name in Sums._fields)
 #: Of the last batch with known FLOPs, whatever its time.
 LAST = ("flops/tracked_operations", "flops/untracked_operations")
 #: Running totals of all batches with known FLOPs.
@@ -197,7 +188,7 @@ class BatchTotals:
         self.fold(stage)
         totals = self.stages[stage]
         totals.late.clear()
-        if totals.slowed and not totals.edges[-1].batches and stage not in self._explained:
+        if totals.slowed and not totals.edges[-1].batch_count and stage not in self._explained:
             self._explained.add(stage)
             rank_zero_info(_ALL_SLOWED.format(stage))
 
@@ -211,8 +202,8 @@ class BatchTotals:
         totals = self.stages[stage]
         sums, cost = totals.edges[-1], totals.last_cost
         operations = (cost.tracked_operations, cost.untracked_operations) if cost else (0, 0)
-        flops = sums.flops + totals.untimed_flops
-        ideal = sums.ideal_seconds + totals.untimed_ideal_seconds
+        flops = sums.flops_model + totals.untimed_flops
+        ideal = sums.flops_ideal_seconds + totals.untimed_ideal_seconds
         return (*sums.shared(self.sharing), totals.known, flops, ideal, *operations)
 
 
@@ -231,7 +222,7 @@ class RollingBatches:
         """
         stages, size = self._batches.stages, self._size
         edges = stages[stage].edges
-        if not edges[-1].batches:
+        if not edges[-1].batch_count:
             slowed = _Stage(size)
             _add(slowed, stages[stage].slowed)
             edges = slowed.edges

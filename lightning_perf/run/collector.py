@@ -20,7 +20,7 @@ from lightning_perf.diagnosis.rules import without_none
 from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Setup, Signals, Step
 from lightning_perf.flops import is_compiled
 from lightning_perf.run import compat
-from lightning_perf.run.hardware import sample_ranks
+from lightning_perf.run.signals import sample_ranks
 from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.timing.totals import Action, Cost, Totals
 from lightning_perf.tracking.page import SENSORS

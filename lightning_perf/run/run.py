@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import cached_property, partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -15,15 +14,18 @@ from lightning_perf.run import compat
 from lightning_perf.run.batches import TIMED, BatchTotals
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import (
+from lightning_perf.run.profiler import Spans
+from lightning_perf.run.signals import (
     GPU_COLUMNS,
+    FormulaSignal,
     MemorySignal,
     NodeSignal,
+    ProgressSignal,
+    SpanSignal,
+    WaitSignal,
     node_gpus,
     node_sampler,
 )
-from lightning_perf.run.profiler import Spans
-from lightning_perf.run.signals import FormulaSignal, ProgressSignal, SpanSignal, WaitSignal
 from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from lightning_perf.core.progress import Moment, Timestamp
     from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
-
-_log = logging.getLogger("lightning_perf")
 
 #: Functions other than fit that take fewer seconds show no summary and may leave no files.
 LONG = 10.0
@@ -72,7 +72,8 @@ class Run:
         self.reporting = Reporting(trainer, self.worker, self.file_worker)
         #: The run's name in files and reports, the same on every rank.
         self.run_name = self.reporting.run_name
-        self.meter = FlopMeter(trainer, module)
+        # What the meter holds must not keep the run alive, because the strategy is patched.
+        self.meter = FlopMeter(trainer, module, self.reporting.describe_settings)
         timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
         self.stages = StageStack(self.progress, self.ranks, self.run_name, timer)
         self.spans = Spans(trainer, module, timer)
@@ -80,9 +81,6 @@ class Run:
         self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
         self.windows.sources = self._sources()
-        # Not a method: the strategy, which is patched, must not keep the run alive.
-        first = self.ranks.global_rank == 0
-        self.meter.report_untracked = partial(_report_untracked, self.reporting, first)
         self.require_flops, self.require_times = self.meter.require, self.spans.require
         #: Deliver windows of some columns to a callback, and what is kept of them.
         self.subscribe, self.log_of = self.windows.subscribe, self.windows.log_of
@@ -241,12 +239,3 @@ class Run:
             "system": lambda: NodeSignal(sampler(), gpus()),
             "memory": lambda: MemorySignal(device, sampler(), node),
         }
-
-
-def _report_untracked(reporting: Reporting, first: bool, names: set[str]) -> None:
-    listed = ", ".join(sorted(names))
-    reporting.describe_settings({"untracked_operations": listed})
-    if first:
-        _log.warning(
-            "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", listed
-        )

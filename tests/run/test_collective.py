@@ -22,8 +22,14 @@ from lightning_perf.run import collective
 from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.collective import LAST, WIDTH, Gatherer
 from lightning_perf.run.context import RunContext
-from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal
-from lightning_perf.run.signals import ProgressSignal, SpanSignal, WaitSignal
+from lightning_perf.run.signals import (
+    GPU_COLUMNS,
+    MemorySignal,
+    NodeSignal,
+    ProgressSignal,
+    SpanSignal,
+    WaitSignal,
+)
 from lightning_perf.run.stages import Progress
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.run.windows import Windows
