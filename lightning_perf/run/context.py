@@ -19,7 +19,7 @@ from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchCounter, BatchRecord
 from lightning_perf.run.run import Run
-from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
+from lightning_perf.run.summary import LiveSummary, end_summary, log_folder
 from lightning_perf.run.termination import Termination, signals_held
 from lightning_perf.tracking.summary import installed_version
 
@@ -153,7 +153,7 @@ class RunContext(Run):
             shown = summary is not None and summary.show()
             here = reason == "teardown" and self.ranks.global_rank == 0
             if here and not (shown or self.trainer.loggers):
-                log_locations(self, self.members)
+                log_folder(self)
 
     # -- stages and batches -----------------------------------------------------------------------
 

@@ -215,7 +215,7 @@ WRONG = {
     "no list": ("callbacks: 3", "without a list of callbacks"),
     "unknown class": (
         "- class_path: lightning_perf.Flopz",
-        "there is no lightning_perf.Flopz. Did you mean Flops?",
+        "'lightning_perf' has no attribute 'Flopz'",
     ),
     "unknown argument": (FLOPS % "shedule: 1ba", "'shedule' is not "),
     "wrong argument": (FLOPS % "schedule: 10btch", 'Try schedule="every 100ba for 3ba"'),
