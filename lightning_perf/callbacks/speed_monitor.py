@@ -95,11 +95,6 @@ class SpeedMonitor(WindowCallback):
         check_peak(gpu_flops_available, "gpu_flops_available")
         self.gpu_flops_available = gpu_flops_available
         self.time_unit = time_unit
-        self.units = {
-            "throughput/*_per_sec": "per second",
-            "throughput/device/mfu": "fraction",
-            "time/*": time_unit,
-        }
         # Set only where given: a subclass may define them as methods.
         vars(self).update({name: each for name, each in counters.items() if each is not None})
         self.num_samples = num_samples

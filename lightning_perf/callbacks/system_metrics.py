@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from functools import cache
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +12,6 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_perf.checks import amount, is_number
-from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.signals import HOST_MEMORY, sample_ranks
@@ -70,20 +68,6 @@ class SystemMetrics(WindowCallback):
 
     columns = ("system/*", "memory/*")
     prefixes_stage = False
-    units: Mapping[str, str] = {
-        "memory/*_mem": "GB",
-        "memory/*alloc_retries": "count",
-        **dict.fromkeys(
-            ("memory/*rss", "system/*_rss*", "system/*free_*", "system/*_used*"), "bytes"
-        ),
-        **dict.fromkeys(("system/*cpu_*", "system/*gpu_util*", "system/*throttled*"), "%"),
-        "system/*process_cpu*": "% of one core",
-        "system/*throughput*": "bytes/s",
-        "system/*iops*": "per second",
-        "system/*gpu_power*": "W",
-        "system/*temperature*": "deg C",
-        "system/*_clock*": "Hz",
-    }
 
     def __init__(self, interval: float | str = "1s") -> None:
         super().__init__()
@@ -133,26 +117,15 @@ class SystemMetrics(WindowCallback):
         return metrics | sampled
 
 
-def _seconds(interval: object) -> float:
+def _seconds(interval: float | str) -> float:
     example = "'10s', '500ms', or 0.5"
-    seconds = interval
-    if isinstance(interval, str):
-        number, unit = amount(interval.strip())
-        if not unit:
-            try:
-                time = Time.from_timestring(interval)
-            except (ValueError, TypeError):
-                raise ConfigError("interval", interval, "is not a time", example) from None
-            number, unit = Fraction(time.value), time.unit
-        if unit != TimeUnit.SECOND:
-            raise ConfigError("interval", interval, "is not a wall-clock time", example)
-        seconds = float(number)
-    if not is_number(seconds) or not isfinite(seconds):
-        raise ConfigError("interval", interval, "is not a number of seconds", example)
-    if seconds < _SHORTEST:
+    known, unit = amount(interval.strip()) if isinstance(interval, str) else (interval, "sec")
+    if unit != "sec" or not is_number(known) or not isfinite(known):
+        raise ConfigError("interval", interval, "is not a wall-clock time", example)
+    if float(known) < _SHORTEST:
         problem = f"is too short to measure anything: at least {_SHORTEST} s"
         raise ConfigError("interval", interval, problem, example)
-    return float(seconds)
+    return float(known)
 
 
 class _Layout(NamedTuple):

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis.rules.ranks import RecentWork, Straggler, lateness_table
 from lightning_perf.run.window_callback import WindowCallback
-from lightning_perf.run.window_log import TIMES, WindowLog
+from lightning_perf.run.window_log import WindowLog
 from lightning_perf.schedule import Schedule
 from lightning_perf.timing.totals import Share
 
@@ -62,7 +62,6 @@ class Timings(WindowCallback):
 
     keeps_windows = True
     columns: Sequence[str] = ("timings/*", "progress/batches")
-    units: Mapping[str, str] = {"timings/*": "s per batch"}
 
     def __init__(self, schedule: Schedule | str | None = None) -> None:
         super().__init__(schedule)
@@ -74,33 +73,12 @@ class Timings(WindowCallback):
         self.straggler: Straggler | None = None
         self._work = RecentWork()
 
-    @property
-    def rows(self) -> Sequence[tuple[int, Mapping[str, float]]]:
-        """Step and seconds per batch by category of each report.
-
-        They are of the main stage of the run; adjacent rows are merged if there are too many.
-        """
-        windows = [] if self._log is None else self._log.windows()
-        return [
-            (each.step, {n: each.mean(column) / each.batches for column, n in TIMES.items()})
-            for each in windows
-            if each.batches
-        ]
-
     @override
     def prepare(self, context: Run) -> None:
         self._log = self.straggler = None
         self.table, self._work = [], RecentWork()
         if context.ranks.world_size > 1:
             self.columns = (*Timings.columns, "waits/*")
-            self.units = {
-                "timings/*/slowest_rank": "rank",
-                "straggler/rank": "rank",
-                "straggler/node": "node",
-                "straggler/phase": "index",
-                "straggler/share": "fraction",
-                **Timings.units,
-            }
         super().prepare(context)
 
     @override

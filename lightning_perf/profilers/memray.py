@@ -135,8 +135,6 @@ class Memray(RecordsChildren):
 - `.html` (`flamegraph=True`): any browser, works offline.
 """
 
-    units: Mapping[str, str] = {"memray/*total_allocations": "count", "memray/*memory": "bytes"}
-
     def __init__(
         self,
         schedule: Schedule | str | None = None,

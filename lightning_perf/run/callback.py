@@ -43,8 +43,6 @@ class PerfCallback(Callback):
     keeps_progress = True
     #: Whether the summary of the run is printed at its end.
     show_summary = False
-    #: The units of its metrics, by key or pattern (``"timings/*"``), for the run's params.
-    units: Mapping[str, str] = {}
     #: Codes and severities of the verdicts that it may reach.
     reaches: Collection[str] = ()
 

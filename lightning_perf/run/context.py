@@ -24,7 +24,7 @@ from lightning_perf.run.termination import Termination, signals_held
 from lightning_perf.tracking.summary import installed_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -169,7 +169,6 @@ class RunContext(Run):
         self.spans.enter(stage)
         if not self.begun:
             self._counter = BatchCounter([self.module, *self._data_owners])
-            self.reporting.describe_settings({"units": _units(self.members)})
         limits = Limits()
         self.meter.start(stage)
         if stage == "train":
@@ -374,15 +373,6 @@ def _evaluation(reference: weakref.ref[RunContext], stage: str, around: str) -> 
     yield  # an exception ends the run in this stage
     if context.stages.within_loop and not context.ended:
         context.advance(context.exit)
-
-
-def _units(callbacks: Iterable[Any]) -> str:
-    """The keys of metrics by their units, in one line."""
-    keys: dict[str, dict[str, None]] = {}
-    for each in callbacks:
-        for key, unit in each.units.items():
-            keys.setdefault(unit, {})[key] = None
-    return "; ".join(f"{', '.join(names)}: {unit}" for unit, names in keys.items())
 
 
 def _leave_at_exit() -> None:

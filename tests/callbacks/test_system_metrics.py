@@ -133,6 +133,7 @@ def test_the_thread_ends_with_a_run_that_fails(tmp_path: Path) -> None:
         "99ms",
         "-1s",
         "1.s.",
+        "1m30s",
         0.05,
         0,
         -1,
@@ -150,7 +151,7 @@ def test_an_invalid_interval_is_refused(interval: Any) -> None:
 @pytest.mark.parametrize(
     ("interval", "seconds"),
     [
-        ("1s", 1), ("1sec", 1), ("1m", 60), ("1m30s", 90), (1, 1), (0.1, 0.1), (2.5, 2.5),
+        ("1s", 1), ("1sec", 1), ("1m", 60), (1, 1), (0.1, 0.1), (2.5, 2.5),
         ("0.5s", 0.5), (".5sec", 0.5), ("500ms", 0.5), ("100ms", 0.1), ("0.1S", 0.1),
         ("10 seconds", 10), ("1min", 60), ("0.5 s", 0.5), ("1.5 Minutes", 90),
         (np.float32(2.5), 2.5),
