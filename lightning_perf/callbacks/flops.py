@@ -109,6 +109,4 @@ class Flops(WindowCallback):
         metrics = utilization(window)
         if "mfu" in metrics:
             self._reported.add(window.stage)
-            if self._context is not None:
-                self._context.check_mfu(metrics["mfu"])
         return metrics

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_perf.checks import amount, is_number
 from lightning_perf.core.window import PerRank, Window
 from lightning_perf.errors import ConfigError
-from lightning_perf.run.signals import HOST_MEMORY, sample_ranks
+from lightning_perf.run.signals import HOST_MEMORY
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.system import HOST
 from lightning_perf.system.gpus import GPU, PER_GPU, gpu_key
@@ -105,8 +105,6 @@ class SystemMetrics(WindowCallback):
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float]:
-        if self._context is not None:
-            sample_ranks(self._context.sampler, window)
         if window.rank != 0:
             return {}
         # A report at the end of a stage would repeat the memory of an earlier report at that step.

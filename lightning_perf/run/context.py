@@ -258,7 +258,7 @@ class RunContext(Run):
     def report_monitored(self) -> None:
         """Report what callbacks of Lightning monitor, before they read it."""
         offered = any(getattr(member, "monitored", False) for member in self.members)
-        if offered and compat.monitored(self.trainer):
+        if offered and self.is_monitored:
             poll = self.windows.gatherer.poll
             if poll():
                 self._patience = GATHER_TIMEOUT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cached_property, partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,8 @@ class Run:
         self.batches = BatchTotals(timer)
         self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
+        # Those of all ranks on this node.
+        self._processes: set[int] = set()
         self.windows.sources = self._sources()
         self.require_flops, self.require_times = self.meter.require, self.spans.require
         #: Deliver windows of some columns to a callback, and what is kept of them.
@@ -90,10 +93,9 @@ class Run:
         self.on_close = self.reporting.closing.append
         #: Times by category since they were first required.
         self.times = self.spans.totals
-        self.check_mfu = self.meter.peaks.warn_if_above_peak
         self.exclude_from_batch_time = self.stages.exclude_from_batch_time
         self.log_from_worker, self.deliver = self.reporting.log_from_worker, self.reporting.deliver
-        self.new_writer, self.rolling = self.reporting.new_writer, self.batches.rolling
+        self.new_writer = self.reporting.new_writer
         self._started = monotonic()
 
     # -- facts ------------------------------------------------------------------------------------
@@ -142,7 +144,12 @@ class Run:
     @cached_property
     def sampler(self) -> Sampler | None:
         """The sampler of this node's hardware, on its first rank; None on the others."""
-        return node_sampler(self.trainer, self.ranks)
+        return node_sampler(self.trainer, self.ranks, self._processes)
+
+    @property
+    def is_monitored(self) -> bool:
+        """Whether a callback of Lightning monitors a metric of ours."""
+        return bool(compat.monitored(self.trainer))
 
     @property
     def leaves_files(self) -> bool:
@@ -167,6 +174,12 @@ class Run:
         self.offer("formula", signal)
         return signal.count
 
+    def offer_rolling(self, size: int) -> str:
+        """Offer the signal of the last batches, before training starts; returns its prefix."""
+        prefix = f"rolling_{size}"
+        self.offer(prefix, self.batches.rolling(size))
+        return prefix
+
     def share_batches(self, data_parallel_size: int) -> None:
         """Count samples, tokens and declared FLOPs once where several ranks train on one batch."""
         ranks = self.ranks.world_size
@@ -188,6 +201,8 @@ class Run:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
+        self.meter.peaks.warn_if_above_peak(metrics.get("throughput/device/mfu", 0.0))
+        self.meter.peaks.warn_if_above_peak(metrics.get("mfu", 0.0))
         compat.show_metrics(self.trainer, metrics)
         self.reporting.log(metrics, step)
 
@@ -215,7 +230,9 @@ class Run:
             # Nodes may differ, but all ranks must have the same columns. They agree now, because a
             # callback may fail on one rank before it subscribes.
             gatherer = self.windows.gatherer
-            slots = gatherer.largest(gpus())
+            table = gatherer.exchange([gpus(), node, os.getpid()])
+            slots = max(count for count, _, _ in table)
+            self._processes = {pid for _, its_node, pid in table if its_node == node}
             gatherer.width += slots * GPU_COLUMNS
             gpus = partial(int, slots)
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.core.progress import Ranks
-    from lightning_perf.core.window import Window
     from lightning_perf.run.batches import BatchRecord, BatchTotals
     from lightning_perf.run.spans import SpanRecorder
     from lightning_perf.run.stages import Progress, StageStack
@@ -174,11 +173,13 @@ class FormulaSignal:
         return (self._ideal_seconds, self._last) if stage == "train" else (0.0, 0.0)
 
 
-def node_sampler(trainer: Trainer, ranks: Ranks) -> Sampler | None:
-    """Return the sampler of this node on its first rank, None on the others."""
+def node_sampler(trainer: Trainer, ranks: Ranks, processes: set[int]) -> Sampler | None:
+    """Return the sampler of this node and its ranks' processes on its first rank, else None."""
     if ranks.local_rank != 0:
         return None
-    return Sampler(partial(node_sensors, **_gpu_options(trainer, ranks)))
+    sampler = Sampler(partial(node_sensors, **_gpu_options(trainer, ranks)))
+    sampler.processes |= processes
+    return sampler
 
 
 def node_gpus(trainer: Trainer, ranks: Ranks) -> int:
@@ -224,14 +225,6 @@ def gigabytes(number: float) -> float:
         12.346
     """
     return float(f"{number / 1e9:.5g}")
-
-
-def sample_ranks(sampler: Sampler | None, window: Window) -> None:
-    """Count the processes of all ranks on this node as this training's, by ``memory/*``."""
-    if sampler is not None and window.world_size > 1:  # the sampler knows its own process
-        nodes = window["memory/node_rank"]
-        here = window["memory/pid"][nodes == nodes[window.rank]]
-        sampler.processes.update(here.astype(int).tolist())
 
 
 class NodeSignal:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_perf import SpeedMonitor
-from lightning_perf.callbacks.speed_monitor import RemainingTime
 from lightning_perf.core.progress import Limits, Timestamp
+from lightning_perf.core.remaining import RemainingTime
 from lightning_perf.run import context, stages
 
 KEY = "time/remaining_estimate"

@@ -256,7 +256,7 @@ def test_on_cuda_the_gpus_are_those_visible_to_torch(monkeypatch: pytest.MonkeyP
     properties = SimpleNamespace(uuid="b-2")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
-    sampler = signals.node_sampler(SimpleNamespace(strategy=strategy), Ranks())
+    sampler = signals.node_sampler(SimpleNamespace(strategy=strategy), Ranks(), {7})
     assert sampler is not None
     sampler.subscribe("me", 60.0)
     assert sampler.refresh(10)
