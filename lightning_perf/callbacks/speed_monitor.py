@@ -118,7 +118,7 @@ class SpeedMonitor(WindowCallback):
         super().on_start(context)
         progress = context.progress
         if context.stage == "train":
-            validations, start = progress.stages["validate"].epoch, context.timestamp
+            validations, start = progress.stages["validate"].epoch, progress.timestamp("train")
             self._remaining = RemainingTime(context.limits, start, validations)
         elif self._remaining is not None and context.nested:
             batch = progress.stages["train"].batch

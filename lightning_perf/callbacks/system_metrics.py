@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from math import inf, isfinite
+from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
 from lightning_perf.checks import amount, is_number
-from lightning_perf.core.window import PerRank, Window
+from lightning_perf.core.window import Window
 from lightning_perf.errors import ConfigError
-from lightning_perf.run.signals import HOST_MEMORY
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.system import HOST
 from lightning_perf.system.gpus import GPU, PER_GPU, gpu_key
@@ -154,57 +153,44 @@ def _layouts(columns: tuple[tuple[str, int], ...]) -> list[_Layout]:
 
 def _averages(window: Window) -> dict[str, float]:
     """Means of the samples over the window: of each node, or the spread over many nodes."""
-    rows: Any  # of floats
-    if window.world_size == 1:
-        nodes, rows = np.array([window.own("memory/node_rank")]), [window.rows[0]]
-    else:  # the first rank of each node samples
-        nodes, first = np.unique(window["memory/node_rank"], return_index=True)
-        rows = window.rows_of(first)
+    first: dict[int, int] = {}  # the first rank of each node, which samples
+    for rank, number in enumerate(window["memory/node_rank"].tolist()):
+        first.setdefault(int(number), rank)
+    nodes, rows = [*first], window.rows_of([*first.values()])
     metrics: dict[str, float] = {}
     for layout in _layouts(tuple(window.columns.items())):
-        if len(nodes) > _MOST_NODES:
-            metrics |= _spread(layout, nodes, np.asarray(rows))
+        seconds = rows[:, layout.seconds]
+        if not seconds.any():  # not sampled meanwhile
             continue
-        for node, row in enumerate(rows):
-            for slot, columns in enumerate(zip(layout.values, layout.seconds, strict=True)):
-                gpu = f"{gpu_key(float(row[layout.numbers[slot]]))}/" if layout.numbers else ""
-                prefix = f"system/node_{int(nodes[node])}/{gpu}"
-                if not any(map(row.__getitem__, columns[1])):  # not sampled meanwhile
-                    continue
-                for name, value, seconds in zip(layout.names, *columns, strict=True):
-                    if row[seconds] > 0 and isfinite(row[value]):
-                        metrics[prefix + name] = float(row[value] / row[seconds])
+        # Nodes x slots x figures; not finite if not sampled.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            means = rows[:, layout.values] / seconds
+        gpus = rows[:, layout.numbers]
+        if len(nodes) > _MOST_NODES:
+            metrics |= _spread(layout.names, nodes, gpus, means)
+            continue
+        for node, slot, figure in np.argwhere(np.isfinite(means)).tolist():
+            gpu = f"{gpu_key(gpus[node, slot])}/" if gpus.size else ""
+            key = f"system/node_{nodes[node]}/{gpu}{layout.names[figure]}"
+            metrics[key] = float(means[node, slot, figure])
     return metrics
 
 
-def _spread(layout: _Layout, nodes: PerRank, rows: Any) -> Iterator[tuple[str, float]]:
-    """The spread of each figure over the nodes, or over the GPUs of all nodes."""
-    # Nodes x slots x figures; not finite if not sampled.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        means = rows[:, layout.values] / rows[:, layout.seconds]
-    gpus = rows[:, layout.numbers]
-    count, slots, _ = means.shape
-    where = {"node": np.repeat(nodes, slots)}
+def _spread(names: Sequence[str], nodes: Any, gpus: Any, means: Any) -> Iterator[tuple[str, float]]:
+    """The spread of each figure over the nodes, or over the GPUs of all nodes, and where."""
+    prefix, where = "system/nodes", {"node": np.repeat(nodes, means.shape[1])}
     if gpus.size:
-        where["gpu"] = gpus.reshape(-1) // PER_GPU
-    prefix = "system/gpus" if gpus.size else "system/nodes"
-    values = np.ascontiguousarray(means.reshape(count * slots, -1).T)
-    known = np.isfinite(values)
-    ordered = np.sort(np.where(known, values, inf), axis=1)
-    latest = known.sum(axis=1) - 1
-    places = {
-        "min": np.where(known, values, inf).argmin(axis=1),
-        "max": np.where(known, values, -inf).argmax(axis=1),
-    }
-    for number, (name, last) in enumerate(zip(layout.names, latest.tolist(), strict=True)):
-        if last < 0:
+        prefix, where["gpu"] = "system/gpus", gpus.ravel() // PER_GPU
+    for name, values in zip(names, means.reshape(-1, len(names)).T, strict=True):
+        known = np.flatnonzero(np.isfinite(values))
+        if not known.size:
             continue
-        key = f"{prefix}/{name}"
-        yield f"{key}/median", float(ordered[number, [last // 2, (last + 1) // 2]].mean())
-        for label, at in places.items():
-            yield f"{key}/{label}", float(values[number, at[number]])
+        known = known[values[known].argsort(kind="stable")]
+        yield f"{prefix}/{name}/median", float(np.median(values[known]))
+        for label, at in (("min", known[0]), ("max", known[-1])):
+            yield f"{prefix}/{name}/{label}", float(values[at])
             for kind, each in where.items():
-                yield f"{key}/{label}_{kind}", float(each[at[number]])
+                yield f"{prefix}/{name}/{label}_{kind}", float(each[at])
 
 
 def _memory(window: Window) -> dict[str, float]:
@@ -214,9 +200,9 @@ def _memory(window: Window) -> dict[str, float]:
         own = window.own(column)
         if isfinite(own):
             metrics[column] = own
-            name = column.removeprefix("memory/")
-            if window.world_size > 1 and name not in HOST_MEMORY:
-                metrics[f"memory/max_over_ranks/{name}"] = float(np.nanmax(window[column]))
+            if window.world_size > 1 and not column.endswith("rss"):
+                name = column.replace("memory/", "memory/max_over_ranks/")
+                metrics[name] = float(np.nanmax(window[column]))
     return metrics
 
 
