@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -181,14 +181,16 @@ def _spread(names: Sequence[str], nodes: Any, gpus: Any, means: Any) -> Iterator
     prefix, where = "system/nodes", {"node": np.repeat(nodes, means.shape[1])}
     if gpus.size:
         prefix, where["gpu"] = "system/gpus", gpus.ravel() // PER_GPU
-    for name, values in zip(names, means.reshape(-1, len(names)).T, strict=True):
-        known = np.flatnonzero(np.isfinite(values))
-        if not known.size:
+    values = means.reshape(-1, len(names)).T
+    known = np.isfinite(values)
+    order = np.where(known, values, inf).argsort(axis=1)
+    for name, figures, places, count in zip(names, values, order, known.sum(axis=1), strict=True):
+        if not count:
             continue
-        known = known[values[known].argsort(kind="stable")]
-        yield f"{prefix}/{name}/median", float(np.median(values[known]))
-        for label, at in (("min", known[0]), ("max", known[-1])):
-            yield f"{prefix}/{name}/{label}", float(values[at])
+        middle = figures[places[[(count - 1) // 2, count // 2]]]
+        yield f"{prefix}/{name}/median", float(middle.mean())
+        for label, at in (("min", places[0]), ("max", places[count - 1])):
+            yield f"{prefix}/{name}/{label}", float(figures[at])
             for kind, each in where.items():
                 yield f"{prefix}/{name}/{label}_{kind}", float(each[at])
 
