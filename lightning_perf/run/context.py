@@ -186,10 +186,10 @@ class RunContext(Run):
         """Another stage is current."""
         self.windows.quiet_until = 0
         if self.stage:
-            self._loop = compat.TrainingLoop(self.trainer)
-            self._every = self.trainer.log_every_n_steps or inf
+            trainer: Any = self.trainer
+            self._loop, self._every = compat.TrainingLoop(trainer), trainer.log_every_n_steps or inf
             assert self._counter is not None  # made when the first stage began
-            size = partial(compat.batch_size, self.trainer, self.stage, self.nested)
+            size = partial(compat.batch_size, trainer, self.stage, self.nested)
             self._counter.enter(self.stage, size)
 
     def end_batch(self, batch: Any) -> None:
