@@ -391,7 +391,7 @@ def _seams() -> dict[str, Fault]:
     """Every interface, by name."""
     from lightning_perf import files
     from lightning_perf.flops import counter
-    from lightning_perf.run import hardware, summary, windows
+    from lightning_perf.run import signals, summary, windows
 
     def no_thread() -> Exception:
         return RuntimeError("can't start new thread (planted)")
@@ -420,7 +420,7 @@ def _seams() -> dict[str, Fault]:
         "recorders die": dying_recorders,
         "callback raises": _failing(WindowCallback, "receive", _broken),
         "snapshot raises": _failing(windows.Windows, "report", _broken),
-        "memory signal raises": _failing(hardware.MemorySignal, "totals", _broken),
+        "memory signal raises": _failing(signals.MemorySignal, "totals", _broken),
         "counting raises": _failing(counter.FlopCounter, "_count", _broken),
         "summary raises": _failing(summary, "end_summary", _broken),
         "json raises": _failing(json, "dumps", _broken),

@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_perf import Flops, SpeedMonitor, SystemMetrics, Timings
 from lightning_perf.run import context, signals, windows
 from lightning_perf.run.collective import HEADER, Gatherer
-from lightning_perf.run.hardware import GPU_COLUMNS
+from lightning_perf.run.signals import GPU_COLUMNS
 from lightning_perf.system.gpus import GPU
 
 WORLDS = (1, 8, 64, 1000, 10_000)

@@ -65,7 +65,6 @@ class Diagnosis(WindowCallback):
         "timings/*", "progress/batches", "batch/count", "batch/samples", "batch/tokens",
         "memory/*", "system/*",
     )  # fmt: skip
-    units: Mapping[str, str] = {"diagnosis/*": "fraction"}
 
     def __init__(
         self,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import cache
-from inspect import signature
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,16 +98,9 @@ def _read(value: str) -> list[PerfCallback]:
 
 
 def _unusable(value: str, error: Exception) -> ConfigError:
-    import lightning_perf
-    from lightning_perf.errors import ConfigError, did_you_mean
+    from lightning_perf.errors import ConfigError
 
     why = " ".join(str(error).split()).rstrip(".")
-    if wrong := re.search(r"module 'lightning_perf' has no attribute '(\w+)'", why):
-        hint = did_you_mean(wrong[1], lightning_perf.__all__)
-        why = f"there is no lightning_perf.{wrong[1]}. {hint}".strip(". ")
-    if wrong := re.search(r"'lightning_perf\.(\w+)': (Option '(\w+)' is not accepted)", why):
-        names = signature(getattr(lightning_perf, wrong[1])).parameters
-        why = f"{wrong[1]}: {wrong[2]}. {did_you_mean(wrong[3], names)}".strip(". ")
     return ConfigError(_VARIABLE, value, f"cannot be used: {why}", None)
 
 

@@ -57,15 +57,6 @@ class Flops(WindowCallback):
 
     monitored = True
     columns: Sequence[str] = ("flops/*",)
-    units: Mapping[str, str] = {
-        "mfu*": "fraction",
-        "hfu": "fraction",
-        "batch_flops*": "FLOPs",
-        "total_flops": "FLOP/s",
-        "tflops_per_device": "TFLOP/s",
-        "*_batches_per_sec": "per second",
-        "*tracked_operations": "calls per batch",
-    }
 
     def __init__(
         self,
@@ -118,6 +109,4 @@ class Flops(WindowCallback):
         metrics = utilization(window)
         if "mfu" in metrics:
             self._reported.add(window.stage)
-            if self._context is not None:
-                self._context.check_mfu(metrics["mfu"])
         return metrics

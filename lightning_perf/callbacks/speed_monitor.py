@@ -9,19 +9,16 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_perf.checks import whole
+from lightning_perf.core.remaining import RemainingTime
 from lightning_perf.core.window import Window, throughput
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
-from lightning_perf.run import compat
 from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:
-    from lightning_perf.core.progress import Limits, Timestamp
     from lightning_perf.run.run import Run
 
 SECONDS_PER_UNIT = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
-#: Tolerance: the mean interval between validations may be inexact.
-_ALMOST = 1e-6
 
 
 class SpeedMonitor(WindowCallback):
@@ -95,11 +92,6 @@ class SpeedMonitor(WindowCallback):
         check_peak(gpu_flops_available, "gpu_flops_available")
         self.gpu_flops_available = gpu_flops_available
         self.time_unit = time_unit
-        self.units = {
-            "throughput/*_per_sec": "per second",
-            "throughput/device/mfu": "fraction",
-            "time/*": time_unit,
-        }
         # Set only where given: a subclass may define them as methods.
         vars(self).update({name: each for name, each in counters.items() if each is not None})
         self.num_samples = num_samples
@@ -112,8 +104,7 @@ class SpeedMonitor(WindowCallback):
     def prepare(self, context: Run) -> None:
         self._reported, self._remaining = set(), None
         context.require_flops(self.gpu_flops_available, "gpu_flops_available")
-        self._prefix = f"rolling_{self.window_size}"
-        context.offer(self._prefix, context.rolling(self.window_size))
+        self._prefix = context.offer_rolling(self.window_size)
         self.columns = (
             f"{self._prefix}/*",
             "batch/count",
@@ -127,7 +118,7 @@ class SpeedMonitor(WindowCallback):
         super().on_start(context)
         progress = context.progress
         if context.stage == "train":
-            validations, start = progress.stages["validate"].epoch, context.timestamp
+            validations, start = progress.stages["validate"].epoch, progress.timestamp("train")
             self._remaining = RemainingTime(context.limits, start, validations)
         elif self._remaining is not None and context.nested:
             batch = progress.stages["train"].batch
@@ -142,7 +133,7 @@ class SpeedMonitor(WindowCallback):
         full = timed and batches >= self.window_size
         if timed and batches and not full:
             # A monitor must see a value, also in an epoch that is shorter than the window.
-            full = context is not None and bool(compat.monitored(context.trainer))
+            full = context is not None and context.is_monitored
         if window.at_end:
             if stage == "train" and stage in self._reported:
                 missing = window.own("progress/validation_seconds") > self._validated
@@ -152,8 +143,6 @@ class SpeedMonitor(WindowCallback):
         if full:
             self._reported.add(stage)
             metrics |= throughput(window, prefix)
-            if context is not None:
-                context.check_mfu(metrics.get("throughput/device/mfu", 0))
         return metrics
 
     def _times(self, window: Window) -> dict[str, float]:
@@ -184,76 +173,3 @@ def elapsed(train: float, validation: float, unit: str) -> dict[str, float]:
         "time/val": validation / each,
         "time/total": (train + validation) / each,
     }
-
-
-class RemainingTime:
-    """Estimates the remaining time of a training from the speed of this run.
-
-    Batches count at their recent pace. Validations count at the frequency and mean duration so far.
-    The first one, which includes its warm-up, counts only until there is a second.
-
-    After a resume, the batches and validations before ``start`` do not affect the speed.
-    """
-
-    def __init__(self, limits: Limits, start: Timestamp, validations: int = 0) -> None:
-        #: Those of the current epoch.
-        self.limits = limits
-        self._start = start
-        self._before = validations if start.batch else 0
-        self._validations, self._validated_at = 0, 0
-        #: Batches and validation seconds at the start of the measured validations.
-        self._since = 0.0, 0.0
-
-    def validation_begins(self, batch: int, validation_seconds: float) -> None:
-        """Add a validation, with the training batches and seconds of validation before it."""
-        if self._validations == 0:
-            # A resumed run may not have seen a whole interval yet.
-            self._since = batch - batch / (self._before + 1), validation_seconds
-        elif self._validations == 1:
-            self._since = self._validated_at, validation_seconds
-        self._validations, self._validated_at = self._validations + 1, batch
-
-    def seconds(self, now: Timestamp, pace: float, validation_seconds: float = 0.0) -> float:
-        """Return the remaining seconds; infinity without a limit.
-
-        ``pace`` is the seconds per batch, and ``validation_seconds`` those of all validations so
-        far.
-        """
-        left = inf
-        if self.limits.max_seconds:  # Lightning's Timer counts validation too
-            left = max(self.limits.max_seconds - now.total_wct - validation_seconds, 0.0)
-        batches = self._batches_left(now)
-        if batches < inf:
-            validations, each = self._validations_left(now.batch + batches, validation_seconds)
-            left = min(left, batches * pace + validations * each)
-        return left
-
-    def _batches_left(self, now: Timestamp) -> float:
-        limits, left = self.limits, inf
-        batches, steps = now.batch - self._start.batch, now.step - self._start.step
-        if limits.max_steps and limits.later_batches_per_step is not None:
-            left = limits.batches_until(limits.max_steps, now)
-        elif limits.max_steps and steps > 0:
-            # Measured steps per batch: covers gradient accumulation and several optimizers.
-            left = (limits.max_steps - now.step) * batches / steps
-        if limits.max_epochs:
-            each = self._batches_per_epoch(now)
-            left = min(left, (limits.max_epochs - now.epoch) * each - now.batch_in_epoch)
-        return max(left, 0.0)
-
-    def _batches_per_epoch(self, now: Timestamp) -> float:
-        limits, samples = self.limits, now.sample - self._start.sample
-        if limits.batches_per_epoch:
-            return limits.batches_per_epoch
-        if limits.samples_per_epoch and samples:
-            return limits.samples_per_epoch * (now.batch - self._start.batch) / samples
-        return (now.batch - now.batch_in_epoch) / now.epoch if now.epoch else inf
-
-    def _validations_left(self, last_batch: float, spent: float) -> tuple[float, float]:
-        """Return the number of remaining validations and the seconds per validation."""
-        measured = max(self._validations - 1, 1)
-        every = (self._validated_at - self._since[0]) / measured
-        if not every:
-            return 0, 0.0
-        left = (last_batch - self._validated_at + _ALMOST) // every
-        return left, (spent - self._since[1]) / measured

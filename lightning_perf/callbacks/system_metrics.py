@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from functools import cache
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,10 +12,8 @@ import numpy as np
 from typing_extensions import override
 
 from lightning_perf.checks import amount, is_number
-from lightning_perf.core.time import Time, TimeUnit
-from lightning_perf.core.window import PerRank, Window
+from lightning_perf.core.window import Window
 from lightning_perf.errors import ConfigError
-from lightning_perf.run.hardware import HOST_MEMORY, sample_ranks
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.system import HOST
 from lightning_perf.system.gpus import GPU, PER_GPU, gpu_key
@@ -70,20 +67,6 @@ class SystemMetrics(WindowCallback):
 
     columns = ("system/*", "memory/*")
     prefixes_stage = False
-    units: Mapping[str, str] = {
-        "memory/*_mem": "GB",
-        "memory/*alloc_retries": "count",
-        **dict.fromkeys(
-            ("memory/*rss", "system/*_rss*", "system/*free_*", "system/*_used*"), "bytes"
-        ),
-        **dict.fromkeys(("system/*cpu_*", "system/*gpu_util*", "system/*throttled*"), "%"),
-        "system/*process_cpu*": "% of one core",
-        "system/*throughput*": "bytes/s",
-        "system/*iops*": "per second",
-        "system/*gpu_power*": "W",
-        "system/*temperature*": "deg C",
-        "system/*_clock*": "Hz",
-    }
 
     def __init__(self, interval: float | str = "1s") -> None:
         super().__init__()
@@ -121,8 +104,6 @@ class SystemMetrics(WindowCallback):
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float]:
-        if self._context is not None:
-            sample_ranks(self._context.sampler, window)
         if window.rank != 0:
             return {}
         # A report at the end of a stage would repeat the memory of an earlier report at that step.
@@ -133,26 +114,15 @@ class SystemMetrics(WindowCallback):
         return metrics | sampled
 
 
-def _seconds(interval: object) -> float:
+def _seconds(interval: float | str) -> float:
     example = "'10s', '500ms', or 0.5"
-    seconds = interval
-    if isinstance(interval, str):
-        number, unit = amount(interval.strip())
-        if not unit:
-            try:
-                time = Time.from_timestring(interval)
-            except (ValueError, TypeError):
-                raise ConfigError("interval", interval, "is not a time", example) from None
-            number, unit = Fraction(time.value), time.unit
-        if unit != TimeUnit.SECOND:
-            raise ConfigError("interval", interval, "is not a wall-clock time", example)
-        seconds = float(number)
-    if not is_number(seconds) or not isfinite(seconds):
-        raise ConfigError("interval", interval, "is not a number of seconds", example)
-    if seconds < _SHORTEST:
+    known, unit = amount(interval.strip()) if isinstance(interval, str) else (interval, "sec")
+    if unit != "sec" or not is_number(known) or not isfinite(known):
+        raise ConfigError("interval", interval, "is not a wall-clock time", example)
+    if float(known) < _SHORTEST:
         problem = f"is too short to measure anything: at least {_SHORTEST} s"
         raise ConfigError("interval", interval, problem, example)
-    return float(seconds)
+    return float(known)
 
 
 class _Layout(NamedTuple):
@@ -183,57 +153,46 @@ def _layouts(columns: tuple[tuple[str, int], ...]) -> list[_Layout]:
 
 def _averages(window: Window) -> dict[str, float]:
     """Means of the samples over the window: of each node, or the spread over many nodes."""
-    rows: Any  # of floats
-    if window.world_size == 1:
-        nodes, rows = np.array([window.own("memory/node_rank")]), [window.rows[0]]
-    else:  # the first rank of each node samples
-        nodes, first = np.unique(window["memory/node_rank"], return_index=True)
-        rows = window.rows_of(first)
+    first: dict[int, int] = {}  # the first rank of each node, which samples
+    for rank, number in enumerate(window["memory/node_rank"].tolist()):
+        first.setdefault(int(number), rank)
+    nodes, rows = [*first], window.rows_of([*first.values()])
     metrics: dict[str, float] = {}
     for layout in _layouts(tuple(window.columns.items())):
-        if len(nodes) > _MOST_NODES:
-            metrics |= _spread(layout, nodes, np.asarray(rows))
+        seconds = rows[:, layout.seconds]
+        if not seconds.any():  # not sampled meanwhile
             continue
-        for node, row in enumerate(rows):
-            for slot, columns in enumerate(zip(layout.values, layout.seconds, strict=True)):
-                gpu = f"{gpu_key(float(row[layout.numbers[slot]]))}/" if layout.numbers else ""
-                prefix = f"system/node_{int(nodes[node])}/{gpu}"
-                if not any(map(row.__getitem__, columns[1])):  # not sampled meanwhile
-                    continue
-                for name, value, seconds in zip(layout.names, *columns, strict=True):
-                    if row[seconds] > 0 and isfinite(row[value]):
-                        metrics[prefix + name] = float(row[value] / row[seconds])
+        # Nodes x slots x figures; not finite if not sampled.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            means = rows[:, layout.values] / seconds
+        gpus = rows[:, layout.numbers]
+        if len(nodes) > _MOST_NODES:
+            metrics |= _spread(layout.names, nodes, gpus, means)
+            continue
+        for node, slot, figure in np.argwhere(np.isfinite(means)).tolist():
+            gpu = f"{gpu_key(gpus[node, slot])}/" if gpus.size else ""
+            key = f"system/node_{nodes[node]}/{gpu}{layout.names[figure]}"
+            metrics[key] = float(means[node, slot, figure])
     return metrics
 
 
-def _spread(layout: _Layout, nodes: PerRank, rows: Any) -> Iterator[tuple[str, float]]:
-    """The spread of each figure over the nodes, or over the GPUs of all nodes."""
-    # Nodes x slots x figures; not finite if not sampled.
-    with np.errstate(divide="ignore", invalid="ignore"):
-        means = rows[:, layout.values] / rows[:, layout.seconds]
-    gpus = rows[:, layout.numbers]
-    count, slots, _ = means.shape
-    where = {"node": np.repeat(nodes, slots)}
+def _spread(names: Sequence[str], nodes: Any, gpus: Any, means: Any) -> Iterator[tuple[str, float]]:
+    """The spread of each figure over the nodes, or over the GPUs of all nodes, and where."""
+    prefix, where = "system/nodes", {"node": np.repeat(nodes, means.shape[1])}
     if gpus.size:
-        where["gpu"] = gpus.reshape(-1) // PER_GPU
-    prefix = "system/gpus" if gpus.size else "system/nodes"
-    values = np.ascontiguousarray(means.reshape(count * slots, -1).T)
+        prefix, where["gpu"] = "system/gpus", gpus.ravel() // PER_GPU
+    values = means.reshape(-1, len(names)).T
     known = np.isfinite(values)
-    ordered = np.sort(np.where(known, values, inf), axis=1)
-    latest = known.sum(axis=1) - 1
-    places = {
-        "min": np.where(known, values, inf).argmin(axis=1),
-        "max": np.where(known, values, -inf).argmax(axis=1),
-    }
-    for number, (name, last) in enumerate(zip(layout.names, latest.tolist(), strict=True)):
-        if last < 0:
+    order = np.where(known, values, inf).argsort(axis=1)
+    for name, figures, places, count in zip(names, values, order, known.sum(axis=1), strict=True):
+        if not count:
             continue
-        key = f"{prefix}/{name}"
-        yield f"{key}/median", float(ordered[number, [last // 2, (last + 1) // 2]].mean())
-        for label, at in places.items():
-            yield f"{key}/{label}", float(values[number, at[number]])
+        middle = figures[places[[(count - 1) // 2, count // 2]]]
+        yield f"{prefix}/{name}/median", float(middle.mean())
+        for label, at in (("min", places[0]), ("max", places[count - 1])):
+            yield f"{prefix}/{name}/{label}", float(figures[at])
             for kind, each in where.items():
-                yield f"{key}/{label}_{kind}", float(each[at[number]])
+                yield f"{prefix}/{name}/{label}_{kind}", float(each[at])
 
 
 def _memory(window: Window) -> dict[str, float]:
@@ -243,9 +202,9 @@ def _memory(window: Window) -> dict[str, float]:
         own = window.own(column)
         if isfinite(own):
             metrics[column] = own
-            name = column.removeprefix("memory/")
-            if window.world_size > 1 and name not in HOST_MEMORY:
-                metrics[f"memory/max_over_ranks/{name}"] = float(np.nanmax(window[column]))
+            if window.world_size > 1 and not column.endswith("rss"):
+                name = column.replace("memory/", "memory/max_over_ranks/")
+                metrics[name] = float(np.nanmax(window[column]))
     return metrics
 
 

@@ -126,8 +126,6 @@ class Memray(RecordsChildren):
         >>> trainer = L.Trainer(callbacks=[profiler], logger=False)
     """
 
-    units: Mapping[str, str] = {"memray/*total_allocations": "count", "memray/*memory": "bytes"}
-
     def __init__(
         self,
         schedule: Schedule | str | None = None,

@@ -1,15 +1,19 @@
-"""Running totals of batches: time, samples, tokens and FLOPs of each stage on this rank."""
+"""Batches of each stage on this rank: their samples and tokens, and running totals."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from operator import add, sub
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_perf.core.batch import checked_count, counter_for, get_num_samples, get_num_tokens
+from lightning_perf.errors import warn
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from lightning_perf.run.flop_meter import BatchCost
     from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer
@@ -23,6 +27,13 @@ _ALL_SLOWED = (
     "lightning_perf: FLOPs were counted in every batch of stage {} after the first, which slows "
     "batches down. Throughput is a lower bound, and MFU is not reported."
 )
+
+
+_Counter = Callable[[Any], int]
+_INFERRED: dict[str, _Counter] = {
+    "get_num_samples_in_batch": get_num_samples,
+    "get_num_tokens_in_batch": get_num_tokens,
+}
 
 
 class BatchRecord(NamedTuple):
@@ -47,21 +58,24 @@ class BatchRecord(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Running totals of timed batches: neither the first of a stage nor slowed by counting."""
+    """Running totals of timed batches: neither the first of a stage nor slowed by counting.
 
-    seconds: float = 0.0
-    batches: int = 0
-    samples: float = 0
-    tokens: float = 0
-    flops: float = 0.0
-    ideal_seconds: float = 0.0
-    hardware_ideal_seconds: float = 0.0
+    The names are those of the columns, with ``_`` for ``/``.
+    """
+
+    batch_seconds: float = 0.0
+    batch_count: int = 0
+    batch_samples: float = 0
+    batch_tokens: float = 0
+    flops_model: float = 0.0
+    flops_ideal_seconds: float = 0.0
+    flops_hardware_ideal_seconds: float = 0.0
     #: Of batches with known FLOPs, and of skipped ones.
-    known_seconds: float = 0.0
-    known: int = 0
-    uncounted_samples: int = 0
-    uncounted_tokens: int = 0
-    uncounted_flops: int = 0
+    flops_seconds: float = 0.0
+    flops_batches: int = 0
+    batch_uncounted_samples: int = 0
+    batch_uncounted_tokens: int = 0
+    flops_uncounted_batches: int = 0
 
     def plus(self, record: BatchRecord) -> Sums:
         """These totals and a batch."""
@@ -81,24 +95,12 @@ class Sums(NamedTuple):
 
     def shared(self, ranks: int) -> Sums:
         """This rank's part, where ranks share the samples and tokens of a batch."""
-        return self._replace(samples=self.samples / ranks, tokens=self.tokens / ranks)
+        samples, tokens = self.batch_samples / ranks, self.batch_tokens / ranks
+        return self._replace(batch_samples=samples, batch_tokens=tokens)
 
 
-#: The columns of `Sums`, in its order.
-TIMED = (
-    "batch/seconds",
-    "batch/count",
-    "batch/samples",
-    "batch/tokens",
-    "flops/model",
-    "flops/ideal_seconds",
-    "flops/hardware_ideal_seconds",
-    "flops/seconds",
-    "flops/batches",
-    "batch/uncounted_samples",
-    "batch/uncounted_tokens",
-    "flops/uncounted_batches",
-)
+#: The columns of `Sums`.
+TIMED = tuple(name.replace("_", "/", 1) for name in Sums._fields)
 #: Of the last batch with known FLOPs, whatever its time.
 LAST = ("flops/tracked_operations", "flops/untracked_operations")
 #: Running totals of all batches with known FLOPs.
@@ -186,7 +188,7 @@ class BatchTotals:
         self.fold(stage)
         totals = self.stages[stage]
         totals.late.clear()
-        if totals.slowed and not totals.edges[-1].batches and stage not in self._explained:
+        if totals.slowed and not totals.edges[-1].batch_count and stage not in self._explained:
             self._explained.add(stage)
             rank_zero_info(_ALL_SLOWED.format(stage))
 
@@ -200,8 +202,8 @@ class BatchTotals:
         totals = self.stages[stage]
         sums, cost = totals.edges[-1], totals.last_cost
         operations = (cost.tracked_operations, cost.untracked_operations) if cost else (0, 0)
-        flops = sums.flops + totals.untimed_flops
-        ideal = sums.ideal_seconds + totals.untimed_ideal_seconds
+        flops = sums.flops_model + totals.untimed_flops
+        ideal = sums.flops_ideal_seconds + totals.untimed_ideal_seconds
         return (*sums.shared(self.sharing), totals.known, flops, ideal, *operations)
 
 
@@ -220,7 +222,7 @@ class RollingBatches:
         """
         stages, size = self._batches.stages, self._size
         edges = stages[stage].edges
-        if not edges[-1].batches:
+        if not edges[-1].batch_count:
             slowed = _Stage(size)
             _add(slowed, stages[stage].slowed)
             edges = slowed.edges
@@ -259,3 +261,90 @@ def _resolved(
         seconds = timed.seconds if known else record.seconds if failed else 0.0
         slowed = record.slowed or not (known or failed)
         yield record._replace(seconds=seconds, slowed=slowed)
+
+
+#: Batches of a stage that are compared with the batch size of its data loaders.
+_TRIES = 2
+
+
+class BatchCounter:
+    """Counts the samples and tokens of a batch, with the user's functions or by inference.
+
+    The first of ``owners`` that defines a function takes precedence. The batch size of the data
+    loaders shows what else to count. A count that fails is None, with one warning for samples and
+    one for tokens.
+    """
+
+    def __init__(self, owners: Iterable[object]) -> None:
+        owners = list(owners)
+        self._samples = _find(owners, "get_num_samples_in_batch")
+        self._tokens = _find(owners, "get_num_tokens_in_batch")
+        self._infers = self._samples is get_num_samples
+        self._use(self._samples)
+        self._warned: set[str] = set()
+        # By stage: what counts its samples.
+        self._found: dict[str, _Counter] = {}
+        self._stage = ""
+        self._size: Callable[[], int | None] = lambda: None
+        # Batches that are compared with the size: one may be the last of its epoch.
+        self._tries = 0
+
+    def enter(self, stage: str, size: Callable[[], int | None]) -> None:
+        """Batches of a stage follow, whose data loaders have a size by the first of them."""
+        if self._infers:
+            self._stage, self._size = stage, size
+            self._tries = 0 if stage in self._found else _TRIES
+            self._use(self._found.get(stage, get_num_samples))
+
+    def _use(self, counter: _Counter) -> None:
+        self._samples = counter
+        self._inferred = (counter, self._tokens) == (get_num_samples, get_num_tokens)
+
+    def _choose(self, batch: Any) -> None:
+        """Find out what counts the samples of this stage."""
+        self._tries -= 1
+        size = self._size()
+        if size and (counter := counter_for(batch, size)) is not None:
+            self._tries, self._found[self._stage] = 0, counter
+            self._use(counter)
+
+    def count(self, batch: Any) -> tuple[int | None, int | None]:
+        """Return the samples and tokens of a batch; None if unknown, 0 if not tracked."""
+        if self._tries:
+            self._choose(batch)
+        if self._inferred and (type(batch) is list or type(batch) is tuple):
+            # The common case, tensors of one length: same result as the general rules, but faster.
+            try:
+                size: int = batch[0].shape[0]
+                for part in batch:
+                    if part.shape[0] != size:
+                        break
+                else:
+                    return size, 0
+            except (AttributeError, IndexError, TypeError, RuntimeError):  # no shape
+                pass
+        if batch is None:  # a batch that the data loader skips
+            return 0, 0
+        samples = self._try(self._samples, "samples", batch)
+        return samples, self._try(self._tokens, "tokens", batch)
+
+    def _try(self, counter: _Counter, what: str, batch: Any) -> int | None:
+        try:
+            return counter(batch)
+        except Exception as error:
+            if what not in self._warned:
+                self._warned.add(what)
+                warn(
+                    f"cannot count the {what} of a batch ({type(error).__name__}: {error}): {what} "
+                    f"per second are not reported. Define get_num_{what}_in_batch(batch) -> int on "
+                    "the LightningModule or the LightningDataModule."
+                )
+            return None
+
+
+def _find(owners: list[object], name: str) -> _Counter:
+    for owner in owners:
+        counter = getattr(owner, name, None)
+        if callable(counter):
+            return lambda batch: checked_count(counter(batch), name)
+    return _INFERRED[name]

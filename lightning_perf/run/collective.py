@@ -81,13 +81,15 @@ class Gatherer:
         self.lost = False
         self._group = _new_group() if self._world_size > 1 else None
 
-    def largest(self, number: int) -> int:
-        """The largest of the numbers of several ranks; waits for all of them."""
-        mine = torch.tensor([number])
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of all ranks, one row each, at set-up; waits for all of them."""
+        mine = torch.tensor(numbers)
         if self._group is None:
-            return int(self._trainer.strategy.all_gather(mine).max())
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group)
-        return int(mine)
+            found: Any = self._trainer.strategy.all_gather(mine)
+            return [*found.reshape(self._world_size, -1).tolist()]
+        rows = [torch.empty_like(mine) for _ in range(self._world_size)]
+        dist.all_gather(rows, mine, group=self._group)
+        return [row.tolist() for row in rows]
 
     def gather(
         self, tag: tuple[int, int], values: Sequence[float], then: Callable[[Rows], None]

@@ -20,7 +20,6 @@ from lightning_perf.diagnosis.rules import without_none
 from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Setup, Signals, Step
 from lightning_perf.flops import is_compiled
 from lightning_perf.run import compat
-from lightning_perf.run.hardware import sample_ranks
 from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.timing.totals import Action, Cost, Totals
 from lightning_perf.tracking.page import SENSORS
@@ -105,7 +104,6 @@ class Collector:
         if window.stage != "train":
             return
         context = self._context
-        sample_ranks(context.sampler, window)
         if window.rank != 0:
             return
         if not (window.at_end or self.analysing) and self._selects(window):

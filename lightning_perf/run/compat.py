@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import suppress
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_perf.core.progress import Limits, Ranks
 from lightning_perf.flops import device_name, is_compiled
 from lightning_perf.patches import MethodPatch
-from lightning_perf.units import three_digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -193,40 +192,12 @@ def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
 
 #: Metrics that callbacks of Lightning can monitor, and their names on the progress bar.
 _SHOWN = {
-    "mfu": "mfu",
-    "throughput/device/mfu": "mfu",
+    "mfu": "mfu %",
+    "throughput/device/mfu": "mfu %",
     "throughput/batches_per_sec": "",
     "throughput/samples_per_sec": "samples/s",
     "throughput/tokens_per_sec": "tokens/s",
 }
-
-
-class Shown(float):
-    """A number on progress bars, which show its text: Lightning shows small ones as 0.000.
-
-    In all other respects it is the number; its copies are plain floats.
-    """
-
-    _text: str
-
-    def __new__(cls, value: float, text: str) -> Self:
-        """Make a number with its text."""
-        shown = super().__new__(cls, value)
-        shown._text = text
-        return shown
-
-    @override
-    def __str__(self) -> str:
-        return self._text
-
-    @override
-    def __format__(self, spec: str) -> str:
-        # Not `format`: precision would cut the text, and a type of numbers would be refused.
-        return self._text
-
-    @override
-    def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float(self),)
 
 
 def monitored(trainer: Trainer) -> set[str]:
@@ -271,8 +242,7 @@ def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
         watched[key] = torch.tensor(shown[key])
     for key, value in shown.items():
         if label := _SHOWN[key]:
-            text = f"{three_digits(100 * value)}%" if label == "mfu" else three_digits(value)
-            on_bar[label] = Shown(value, text)
+            on_bar[label] = float(f"{100 * value if label == 'mfu %' else value:.3g}")
 
 
 def validation_loop(trainer: Trainer) -> Any:

@@ -7,7 +7,8 @@ import os
 import weakref
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from time import monotonic
+from math import inf
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -16,14 +17,14 @@ from lightning_perf.core.progress import Limits
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
-from lightning_perf.run.batch_tracker import BatchCounter
+from lightning_perf.run.batches import BatchCounter, BatchRecord
 from lightning_perf.run.run import Run
-from lightning_perf.run.summary import LiveSummary, end_summary, log_locations
+from lightning_perf.run.summary import LiveSummary, end_summary, log_folder
 from lightning_perf.run.termination import Termination, signals_held
 from lightning_perf.tracking.summary import installed_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -36,6 +37,8 @@ GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
 #: Seconds that it waits for files that are being made of recordings.
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
+#: Items of recorded spans that are kept until they are added up: reports may be far apart.
+MOST_SPAN_ITEMS = 50_000
 
 
 class RunContext(Run):
@@ -51,6 +54,13 @@ class RunContext(Run):
         self.given: list[Any] = []
         self.added: list[Any] = []
         self._live = LiveSummary()
+        # Counts samples and tokens, from the first stage on.
+        self._counter: BatchCounter | None = None
+        self._loop: compat.TrainingLoop  # read anew in each stage: modules may change it late
+        # A report is due every so many batches or steps.
+        self._every: float = inf
+        #: Whether a report may be due after the last batch.
+        self.report_possible = False
         # Seconds to wait for what is monitored.
         self._patience = GATHER_TIMEOUT
         # None if what is saved is not readable.
@@ -80,7 +90,7 @@ class RunContext(Run):
     @property
     def begun(self) -> bool:
         """Whether a stage has begun."""
-        return self.tracker.counter is not None
+        return self._counter is not None
 
     def join(self, member: Any) -> None:
         """Add a callback; ConfigError if there is one of its kind."""
@@ -143,7 +153,7 @@ class RunContext(Run):
             shown = summary is not None and summary.show()
             here = reason == "teardown" and self.ranks.global_rank == 0
             if here and not (shown or self.trainer.loggers):
-                log_locations(self, self.members)
+                log_folder(self)
 
     # -- stages and batches -----------------------------------------------------------------------
 
@@ -158,8 +168,7 @@ class RunContext(Run):
         """A stage starts."""
         self.spans.enter(stage)
         if not self.begun:
-            self.tracker.counter = BatchCounter([self.module, *self._data_owners])
-            self.reporting.describe_settings({"units": _units(self.members)})
+            self._counter = BatchCounter([self.module, *self._data_owners])
         limits = Limits()
         self.meter.start(stage)
         if stage == "train":
@@ -169,14 +178,50 @@ class RunContext(Run):
             self.reporting.describe_settings(version | self.setup())
         self.stages.enter(stage, limits)
         self._select_stage()
-        self.tracker.begin()
+        if not self.nested:  # reports before its first batch get its step
+            self.stages.step = self._loop.step + (stage != "train")
         self.windows.enter()
 
     def _select_stage(self) -> None:
         """Another stage is current."""
         self.windows.quiet_until = 0
         if self.stage:
-            self.tracker.enter()
+            trainer: Any = self.trainer
+            self._loop, self._every = compat.TrainingLoop(trainer), trainer.log_every_n_steps or inf
+            assert self._counter is not None  # made when the first stage began
+            size = partial(compat.batch_size, trainer, self.stage, self.nested)
+            self._counter.enter(self.stage, size)
+
+    def end_batch(self, batch: Any) -> None:
+        """A batch has ended: count it, and decide whether a report may be due."""
+        assert self._counter is not None  # made when the first stage began
+        stages, meter, windows = self.stages, self.meter, self.windows
+        counters = stages.counters
+        samples, tokens = self._counter.count(batch)
+        if meter.wanted:
+            meter.after_batch(batch)
+        timer, recorder = self.batches.timer, self.spans.recorder
+        timed = None if timer is None else timer.end()
+        train = stages.stage == "train"
+        if train:
+            stages.step, steps, last = self._loop.counts
+            number = stages.step + 1
+        else:
+            steps, last, number = 0, False, counters.batches + 1
+            if not stages.nested:
+                stages.step = self._loop.step + number
+        seconds = counters.add(perf_counter(), samples, tokens, steps, last)
+        firsts = counters.batches == 1, counters.begins_epoch
+        record = BatchRecord(seconds, samples, tokens, meter.work, meter.counted, *firsts)
+        self.batches.end_batch(stages.stage, record, timed)
+        if recorder is not None and len(recorder.clock.log) > MOST_SPAN_ITEMS:
+            recorder.clock.add_up()
+        self.logs_now = number % self._every == 0 and not (
+            self._loop.accumulating if train else stages.nested
+        )
+        if windows.pending:
+            windows.gatherer.poll()
+        self.report_possible = self.logs_now or counters.batch >= windows.quiet_until
 
     def advance(self, step: Callable[..., None], *args: Any) -> None:
         """Advance the run by one step; an error switches all callbacks off."""
@@ -213,7 +258,7 @@ class RunContext(Run):
     def report_monitored(self) -> None:
         """Report what callbacks of Lightning monitor, before they read it."""
         offered = any(getattr(member, "monitored", False) for member in self.members)
-        if offered and compat.monitored(self.trainer):
+        if offered and self.is_monitored:
             poll = self.windows.gatherer.poll
             if poll():
                 self._patience = GATHER_TIMEOUT
@@ -328,15 +373,6 @@ def _evaluation(reference: weakref.ref[RunContext], stage: str, around: str) -> 
     yield  # an exception ends the run in this stage
     if context.stages.within_loop and not context.ended:
         context.advance(context.exit)
-
-
-def _units(callbacks: Iterable[Any]) -> str:
-    """The keys of metrics by their units, in one line."""
-    keys: dict[str, dict[str, None]] = {}
-    for each in callbacks:
-        for key, unit in each.units.items():
-            keys.setdefault(unit, {})[key] = None
-    return "; ".join(f"{', '.join(names)}: {unit}" for unit, names in keys.items())
 
 
 def _leave_at_exit() -> None:

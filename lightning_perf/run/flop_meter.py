@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from contextlib import suppress
 from functools import partial
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     from lightning.pytorch import LightningModule, Trainer
 
+_log = logging.getLogger("lightning_perf")
+
 #: The strategy's method that processes a batch, by stage.
 _STEPS = {
     "train": "training_step",
@@ -36,20 +39,15 @@ _STEPS = {
     "test": "test_step",
     "predict": "predict_step",
 }
-_CONTEXTS = {
-    "train": "train_step_context",
-    "validate": "val_step_context",
-    "test": "test_step_context",
-    "predict": "predict_step_context",
-}
 #: The first training batches may be skipped; other stages may have no products at all.
-_TRIES = {"train": 8, "validate": 1, "test": 1, "predict": 1}
+_TRIES = 8
 #: Batches of known shapes between the first one that is counted again and the others. With manual
 #: optimization one batch often trains another network than the next one; otherwise short runs have
 #: two counts.
 _PAUSE = {False: 0, True: 16}
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
+_UNTRACKED = "lightning_perf: FLOPs of these operators are unknown and not counted: %s."
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
 
@@ -65,8 +63,10 @@ class FlopMeter:
     the FLOPs of new ones are predicted. Data loaders of validation are counted by themselves.
     """
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self.module = trainer, module
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, describe: Callable[[dict[str, str]], None]
+    ) -> None:
+        self._trainer, self.module, self._describe = trainer, module, describe
         self.peaks = PeakResolver(
             trainer.strategy.root_device,
             str(trainer.precision),
@@ -78,8 +78,6 @@ class FlopMeter:
         #: Cost of the current batch, and whether counting slowed it down.
         self.work: BatchCost | None = None
         self.counted = False
-        #: Receives the names of operators whose FLOPs are unknown, once.
-        self.report_untracked: Callable[[set[str]], None] | None = None
         self._stage = ""
         self._declares = self._compiled = False
         #: Whether the module declares the FLOPs of this stage's batches.
@@ -93,7 +91,7 @@ class FlopMeter:
         self._signature: Signature = ()
         #: The number of the data loader.
         self._loader = 0
-        self._warned_unpredictable = False
+        self._warned_unpredictable = self._warned_untracked = False
         #: The count of the current batch, if its FLOPs are not known.
         self.counting: _Counting | None = None
         # Patches of each step, and patches during a counted batch.
@@ -182,7 +180,7 @@ class FlopMeter:
         pause = _PAUSE[self.module.automatic_optimization or not train]
         loader = 0 if train else self._loader
         key = self._stage, trainable, loader, compat.skips_backward(self._trainer)
-        cache = self._caches.setdefault(key, FlopCache(_TRIES[self._stage], pause))
+        cache = self._caches.setdefault(key, FlopCache(_TRIES if train else 1, pause))
         cache.begin_epoch()
         return cache
 
@@ -238,9 +236,10 @@ class FlopMeter:
 
     def _step(self, module: Any, batch: Any, arguments: Sequence[Any]) -> Any:
         """Run the stage's step of a module in the precision plugin's context."""
-        step, context = getattr(module, _STEPS[self._stage]), _CONTEXTS[self._stage]
-        with getattr(self._trainer.precision_plugin, context)():
-            loss = step(batch, *arguments)
+        name = "val" if self._stage == "validate" else self._stage
+        context = getattr(self._trainer.precision_plugin, f"{name}_step_context")
+        with context():
+            loss = getattr(module, _STEPS[self._stage])(batch, *arguments)
         return None if compat.skips_backward(self._trainer) else loss
 
     def after_batch(self, batch: Any) -> None:
@@ -275,9 +274,12 @@ class FlopMeter:
     def _store(self, counts: Counts) -> None:
         assert self._cache is not None  # found before the batch was counted
         cache = self._cache
-        if counts.untracked_names and self.report_untracked is not None:
-            report, self.report_untracked = self.report_untracked, None
-            report(set(counts.untracked_names))
+        if counts.untracked_names and not self._warned_untracked:
+            self._warned_untracked = True
+            names = ", ".join(sorted({*counts.untracked_names}))
+            self._describe({"untracked_operations": names})
+            if self._trainer.global_rank == 0:
+                _log.warning(_UNTRACKED, names)
         known = self._signature in cache.counts
         skipped = self._automatic and self.skipped
         # A batch that was skipped costs what it computed. It is no sample of a new signature.

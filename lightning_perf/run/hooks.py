@@ -132,13 +132,13 @@ class FirstHooks(_Hooks):
         if run.stages.stage != stage:
             return
         try:
-            run.tracker.end_batch(batch)
+            run.end_batch(batch)
         except Exception as error:
             run.disable("end_batch", error)
         for span, member in self._after[stage]:
             with trainer.profiler.profile(span):
                 member.call(member.after_batch, run, batch)
-        if run.tracker.report_possible:
+        if run.report_possible:
             run.advance(run.windows.report, run, False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 from functools import cached_property, partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -12,19 +12,21 @@ from lightning_perf.background import Worker
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import formula_for
 from lightning_perf.run import compat
-from lightning_perf.run.batch_tracker import BatchTracker
 from lightning_perf.run.batches import TIMED, BatchTotals
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
-from lightning_perf.run.hardware import (
+from lightning_perf.run.profiler import Spans
+from lightning_perf.run.signals import (
     GPU_COLUMNS,
+    FormulaSignal,
     MemorySignal,
     NodeSignal,
+    ProgressSignal,
+    SpanSignal,
+    WaitSignal,
     node_gpus,
     node_sampler,
 )
-from lightning_perf.run.profiler import Spans
-from lightning_perf.run.signals import FormulaSignal, ProgressSignal, SpanSignal, WaitSignal
 from lightning_perf.run.stages import Counters, Progress, StageStack
 from lightning_perf.run.windows import Windows
 from lightning_perf.schedule import Context
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from lightning_perf.core.progress import Moment, Timestamp
     from lightning_perf.run.windows import Signal
     from lightning_perf.system import Sampler
-
-_log = logging.getLogger("lightning_perf")
 
 #: Functions other than fit that take fewer seconds show no summary and may leave no files.
 LONG = 10.0
@@ -64,6 +64,8 @@ class Run:
         self.ranks, self.limits = compat.ranks_of(trainer), compat.limits_of(trainer)
         #: The progress of all stages; it continues when a run is resumed.
         self.progress = _PROGRESS.setdefault(trainer, Progress())
+        #: Whether Lightning logs at the last batch: the same on every rank.
+        self.logs_now = False
         #: Codes and severities of the verdicts so far, for schedules.
         self.reached: list[str] = []
         #: One thread talks to servers, the other makes files.
@@ -71,20 +73,17 @@ class Run:
         self.reporting = Reporting(trainer, self.worker, self.file_worker)
         #: The run's name in files and reports, the same on every rank.
         self.run_name = self.reporting.run_name
-        self.meter = FlopMeter(trainer, module)
+        # What the meter holds must not keep the run alive, because the strategy is patched.
+        self.meter = FlopMeter(trainer, module, self.reporting.describe_settings)
         timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
         self.stages = StageStack(self.progress, self.ranks, self.run_name, timer)
         self.spans = Spans(trainer, module, timer)
         self.batches = BatchTotals(timer)
         self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
-        self.tracker = BatchTracker(
-            trainer, self.stages, self.spans, self.meter, self.batches, self.windows
-        )
+        # Those of all ranks on this node.
+        self._processes: set[int] = set()
         self.windows.sources = self._sources()
-        # Not a method: the strategy, which is patched, must not keep the run alive.
-        first = self.ranks.global_rank == 0
-        self.meter.report_untracked = partial(_report_untracked, self.reporting, first)
         self.require_flops, self.require_times = self.meter.require, self.spans.require
         #: Deliver windows of some columns to a callback, and what is kept of them.
         self.subscribe, self.log_of = self.windows.subscribe, self.windows.log_of
@@ -94,10 +93,9 @@ class Run:
         self.on_close = self.reporting.closing.append
         #: Times by category since they were first required.
         self.times = self.spans.totals
-        self.check_mfu = self.meter.peaks.warn_if_above_peak
         self.exclude_from_batch_time = self.stages.exclude_from_batch_time
         self.log_from_worker, self.deliver = self.reporting.log_from_worker, self.reporting.deliver
-        self.new_writer, self.rolling = self.reporting.new_writer, self.batches.rolling
+        self.new_writer = self.reporting.new_writer
         self._started = monotonic()
 
     # -- facts ------------------------------------------------------------------------------------
@@ -133,11 +131,6 @@ class Run:
         return self.stages.step
 
     @property
-    def logs_now(self) -> bool:
-        """Whether Lightning logs at the last batch: the same on every rank."""
-        return self.tracker.report_due
-
-    @property
     def schedule_context(self) -> Context:
         """What schedules get at their set-up."""
         trainer: Any = self.trainer
@@ -151,7 +144,12 @@ class Run:
     @cached_property
     def sampler(self) -> Sampler | None:
         """The sampler of this node's hardware, on its first rank; None on the others."""
-        return node_sampler(self.trainer, self.ranks)
+        return node_sampler(self.trainer, self.ranks, self._processes)
+
+    @property
+    def is_monitored(self) -> bool:
+        """Whether a callback of Lightning monitors a metric of ours."""
+        return bool(compat.monitored(self.trainer))
 
     @property
     def leaves_files(self) -> bool:
@@ -176,6 +174,12 @@ class Run:
         self.offer("formula", signal)
         return signal.count
 
+    def offer_rolling(self, size: int) -> str:
+        """Offer the signal of the last batches, before training starts; returns its prefix."""
+        prefix = f"rolling_{size}"
+        self.offer(prefix, self.batches.rolling(size))
+        return prefix
+
     def share_batches(self, data_parallel_size: int) -> None:
         """Count samples, tokens and declared FLOPs once where several ranks train on one batch."""
         ranks = self.ranks.world_size
@@ -197,6 +201,8 @@ class Run:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
+        self.meter.peaks.warn_if_above_peak(metrics.get("throughput/device/mfu", 0.0))
+        self.meter.peaks.warn_if_above_peak(metrics.get("mfu", 0.0))
         compat.show_metrics(self.trainer, metrics)
         self.reporting.log(metrics, step)
 
@@ -224,7 +230,9 @@ class Run:
             # Nodes may differ, but all ranks must have the same columns. They agree now, because a
             # callback may fail on one rank before it subscribes.
             gatherer = self.windows.gatherer
-            slots = gatherer.largest(gpus())
+            table = gatherer.exchange([gpus(), node, os.getpid()])
+            slots = max(count for count, _, _ in table)
+            self._processes = {pid for _, its_node, pid in table if its_node == node}
             gatherer.width += slots * GPU_COLUMNS
             gpus = partial(int, slots)
 
@@ -248,12 +256,3 @@ class Run:
             "system": lambda: NodeSignal(sampler(), gpus()),
             "memory": lambda: MemorySignal(device, sampler(), node),
         }
-
-
-def _report_untracked(reporting: Reporting, first: bool, names: set[str]) -> None:
-    listed = ", ".join(sorted(names))
-    reporting.describe_settings({"untracked_operations": listed})
-    if first:
-        _log.warning(
-            "lightning_perf: FLOPs of these operators are unknown and not counted: %s.", listed
-        )

@@ -299,23 +299,11 @@ def _file(folder: Path, run_name: str) -> tuple[Path, Summary | None]:
     return path, None
 
 
-def log_locations(context: Run, callbacks: Sequence[Any]) -> None:
-    """Log where the metrics and files are, if there is no logger; once per generated name."""
-    if not destination.announce(context.trainer):
-        return
-    named = [f"{type(each).__name__}.metrics" for each in callbacks if getattr(each, "metrics", 0)]
-    saved, root = destination.saved_by(callbacks), context.reporting.root(None)
-    here = context.reporting.run_folder().folder
-    folders = [str(here)] if here.exists() else []
-    if root.mirror is not None:
-        here, folders = root.path, [f"{root.place}/{here.name}"] if saved else []
-    # Not the temporary folder of fast_dev_run, which is removed by now.
-    others = {path.parent for path in saved if here not in path.parents}
-    folders += sorted(str(folder) for folder in others if folder.exists())
-    places = [f"the last figures are in {', '.join(named)}"] if named else []
-    places += [f"files are in {', '.join(folders)}"] if folders else []
-    if places:
-        rank_zero_info(f"lightning_perf: this Trainer has no logger: {'; '.join(places)}.")
+def log_folder(context: Run) -> None:
+    """Log where the files are, if there is no logger; once per generated name."""
+    folder = context.reporting.run_folder().folder
+    if destination.announce(context.trainer) and folder.exists():
+        rank_zero_info(f"lightning_perf: this Trainer has no logger: files are in {folder}.")
 
 
 def _setup(context: Run) -> dict[str, Any]:

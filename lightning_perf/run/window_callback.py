@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from lightning_perf.run.callback import PerfCallback
 from lightning_perf.schedule import Schedule, as_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from lightning_perf.core.window import Window
     from lightning_perf.run.run import Run
@@ -198,21 +197,8 @@ class WindowCallback(PerfCallback):
 
     def receive(self, window: Window) -> Mapping[str, float]:
         """Turn a window into metrics under their full keys."""
-        returned = self.on_window(window)
-        if returned is None:
-            return {}
-        kinds = {*map(type, returned)} if isinstance(returned, Mapping) else {object}
-        if not all(issubclass(kind, str) for kind in kinds):
-            raise TypeError(f"on_window returned {returned!r}: return numbers by key")
         prefix = f"{window.stage}/" if self.prefixes_stage and window.stage != "train" else ""
-        keys = [prefix + key for key in returned] if prefix else returned
-        metrics = dict(zip(keys, map(_number, returned.values(), returned), strict=True))
+        returned = self.on_window(window) or {}
+        metrics = {prefix + key: float(value) for key, value in returned.items()}
         self.metrics = self.metrics | metrics
         return metrics
-
-
-def _number(value: object, key: str) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TypeError(f"the metric {key!r} is {value!r}, which is not a number") from None

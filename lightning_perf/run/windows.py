@@ -142,9 +142,8 @@ class Windows:
             ConfigError: No signal has a column, or with several ranks all signals have too many.
         """
         if not isinstance(columns, tuple | list):
-            example = (columns if isinstance(columns, str) else "timings/forward",)
             problem = "is not a tuple or list of names"
-            raise ConfigError("columns", columns, problem, repr(example))
+            raise ConfigError("columns", columns, problem, "('timings/forward',)")
         names, signals = Columns(), dict[Signal, None]()
         for pattern in columns:
             signal = self._signal(pattern)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.small import RANKS, Small, trainer
 from helpers.torch_traces import steps, traces
+from helpers.windows import rows_of
 
 from lightning_perf import (
     ConfigError,
@@ -166,7 +167,7 @@ def test_a_diagnosis_that_fails_leaves_its_capture_and_others_working(tmp_path: 
     with pytest.warns(PerfWarning, match=r"Broken is off.*on_window.*planted"):
         trainer(tmp_path, timings, diagnosis, log_every_n_steps=1).fit(Small())
     assert len(traces(tmp_path)) == 1
-    assert timings.rows[-1][0] == 15
+    assert rows_of(timings)[-1][0] == 15
 
 
 @pytest.mark.slow

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_perf import SpeedMonitor
-from lightning_perf.callbacks.speed_monitor import RemainingTime
 from lightning_perf.core.progress import Limits, Timestamp
-from lightning_perf.run import batch_tracker, stages
+from lightning_perf.core.remaining import RemainingTime
+from lightning_perf.run import context, stages
 
 KEY = "time/remaining_estimate"
 #: Seconds per training batch, and per validation of four batches.
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     """The clock that times batches and validations."""
     clock = Clock()
     monkeypatch.setattr(stages, "perf_counter", clock)
-    monkeypatch.setattr(batch_tracker, "perf_counter", clock)
+    monkeypatch.setattr(context, "perf_counter", clock)
     return clock
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.small import Records, Small, TwoOptimizers, ours, trainer
 from helpers.timings import Stopped
+from helpers.windows import rows_of
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
@@ -113,7 +114,7 @@ def test_the_categories_add_up_to_the_wall_time(name: str, tmp_path: Path) -> No
     except Planted:
         assert name == "exception"
     accumulated = options.get("accumulate_grad_batches", 1)
-    parts = accumulated * sum(sum(row.values()) for _, row in timings.rows)
+    parts = accumulated * sum(sum(row.values()) for _, row in rows_of(timings))
     least, most = timings.wall
     assert least <= parts <= most
     costs = {key.rpartition("/")[2]: value for key, value in timings.metrics.items()}
@@ -139,7 +140,7 @@ def test_logged_keys_have_determined_s_names(tmp_path: Path, records: Records) -
     # Time after the last batch makes no second point at its step.
     steps = [step for step, _ in records.of("timings/train_batch")]
     assert steps == [3, 7, 11, 15]
-    assert set(timings.metrics) == records.keys | {"timings/validation"}  # after the last report
+    assert set(timings.metrics) == records.keys
     inclusive = timings.metrics["timings/train_batch"]
     parts = [timings.metrics[f"timings/{key}"] for key in ("forward", "backward", "optimizer_step")]
     assert 0 < sum(parts) <= inclusive
@@ -178,7 +179,7 @@ def test_points_are_means_over_the_batches_since_the_last_one(
     timings = Timings(schedule="2ba")
     trainer(tmp_path, timings, logger=records, limit_train_batches=8).fit(Growing())
     assert [value for _, value in records.of("timings/forward")][:4] == [1.5, 3.5, 5.5, 7.5]
-    assert [row["forward"] for _, row in timings.rows] == [1.5, 3.5, 5.5, 7.5]
+    assert [row["forward"] for _, row in rows_of(timings)] == [1.5, 3.5, 5.5, 7.5]
 
 
 def test_moving_predictions_to_the_host_is_from_device(
@@ -201,7 +202,7 @@ def test_moving_predictions_to_the_host_is_from_device(
 
     timings = Timings()
     trainer(tmp_path, timings, limit_predict_batches=4).predict(Predicting())
-    seconds = {name: sum(row[name] for _, row in timings.rows) for name in CATEGORIES}
+    seconds = {name: sum(row[name] for _, row in rows_of(timings)) for name in CATEGORIES}
     # The last report comes after the last move, which belongs to the same batch.
     assert seconds == {name: 4.0 * (name == "from_device") for name in CATEGORIES}
 
@@ -230,7 +231,7 @@ def test_moving_logged_values_to_the_host_is_from_device(
 
     timings = Timings()
     trainer(tmp_path, timings, logger=records, limit_train_batches=4).fit(StepLogging())
-    seconds = {name: sum(row[name] for _, row in timings.rows) for name in CATEGORIES}
+    seconds = {name: sum(row[name] for _, row in rows_of(timings)) for name in CATEGORIES}
     assert seconds == {name: 4.0 * (name == "from_device") for name in CATEGORIES}
 
 
@@ -255,7 +256,7 @@ def test_validation_is_one_category_of_training_with_its_own_keys(
     run.fit(Validating())
     assert records.of("validate/timings/forward") == [(1, 2.0), (3, 2.0)]
     assert records.of("validate/timings/to_device") == [(1, 1.0), (3, 1.0)]
-    seconds = {name: sum(row[name] for _, row in timings.rows) for name in CATEGORIES}
+    seconds = {name: sum(row[name] for _, row in rows_of(timings)) for name in CATEGORIES}
     assert seconds == {name: 18.0 * (name == "validation") for name in CATEGORIES}
 
 
@@ -291,11 +292,11 @@ def test_the_number_of_rows_is_limited(tmp_path: Path, monkeypatch: pytest.Monke
 
     timings = Timings()
     trainer(tmp_path, timings, max_epochs=2).fit(Steady())
-    steps = [step for step, _ in timings.rows]
+    steps = [step for step, _ in rows_of(timings)]
     assert len(steps) <= 5
     assert steps == sorted(steps)
     assert steps[-1] == 31
-    assert all(row["forward"] == 1.0 for _, row in timings.rows)
+    assert all(row["forward"] == 1.0 for _, row in rows_of(timings))
 
 
 def test_the_table_is_saved_on_the_page_and_in_the_summary(
@@ -388,7 +389,7 @@ def test_barebones_and_no_logger_work(tmp_path: Path) -> None:
         default_root_dir=tmp_path,
     )
     bare.fit(Small())
-    assert [step for step, _ in timings.rows] == [15]
+    assert [step for step, _ in rows_of(timings)] == [15]
 
 
 @pytest.mark.parametrize("schedule", ["every now and then", 7, "0ba"])
@@ -413,10 +414,10 @@ def test_one_callback_serves_several_runs(tmp_path: Path) -> None:
     run = trainer(tmp_path, timings, logger=Records(), max_epochs=1)
     own = run.profiler
     run.fit(model)
-    assert len(timings.rows) == 16
+    assert len(rows_of(timings)) == 16
     run.fit_loop.max_epochs = 2
     run.fit(model)
-    assert [step for step, _ in timings.rows] == list(range(16, 32))
+    assert [step for step, _ in rows_of(timings)] == list(range(16, 32))
     run.test(model, verbose=False)
     assert {key.split("/")[0] for key in timings.metrics} == {"timings", "test"}
     assert run.profiler is own

@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 from helpers.small import Small, trainer
+from helpers.windows import rows_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
@@ -52,4 +53,4 @@ def test_writing_a_checkpoint_is_listed_in_full(
         "checkpoint writing (Saver.on_train_batch_end)": (5.0, 1),
         "SlowModule.on_save_checkpoint": (3.0, 3),
     }
-    assert sum(row["checkpoint"] for _, row in timings.rows) == 18.0
+    assert sum(row["checkpoint"] for _, row in rows_of(timings)) == 18.0

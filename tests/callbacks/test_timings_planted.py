@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.clocks import FakeClock
 from helpers.small import Records, Small, trainer
+from helpers.windows import rows_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
@@ -170,7 +171,7 @@ def test_time_planted_in_one_place_is_counted_there_only(
         clock.sleep(0.25 * (where == place))
 
     timings = train(tmp_path, sleep)
-    rows = [row for _, row in timings.rows]
+    rows = [row for _, row in rows_of(timings)]
     assert len(rows) == BATCHES
     # Time after the callback is counted with the next batch, but none is lost.
     for row in rows[1:-1]:
@@ -192,7 +193,7 @@ def test_real_sleeps_are_found_in_their_places(tmp_path: Path) -> None:
 
     timings = train(tmp_path, sleep)
     for place in PLACES:
-        assert sum(row[place] for _, row in timings.rows) >= slept[place] > 0, place
+        assert sum(row[place] for _, row in rows_of(timings)) >= slept[place] > 0, place
 
 
 def test_rows_are_named_by_class_and_method(tmp_path: Path) -> None:

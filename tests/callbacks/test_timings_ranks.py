@@ -11,7 +11,7 @@ import torch
 from helpers.clocks import JumpingClock
 from helpers.small import RANKS, Records, Small, trainer
 from helpers.timings import Stopped
-from helpers.windows import window_of
+from helpers.windows import rows_of, window_of
 
 from lightning_perf import Timings
 from lightning_perf.callbacks.timings import seconds_per_batch
@@ -60,7 +60,7 @@ class WritesTimings(Stopped):
             "own": [window.own(f"timings/{name}") / window.batches for name in CATEGORIES],
             "batches": window.batches,
             "wall": self.wall,
-            "rows": self.rows,
+            "rows": rows_of(self),
             "names": self.names,
         }
         (self.folder / f"rank{window.rank}.json").write_text(json.dumps(found))

@@ -169,21 +169,21 @@ def test_a_script_that_cannot_start_gives_a_shell_s_exit_code(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("- class_path: lightning_perf.SpedMonitor", "Did you mean SpeedMonitor?"),
+        ("- class_path: lightning_perf.SpedMonitor", "no attribute 'SpedMonitor'"),
         (
             "- {class_path: lightning_perf.Suite, init_args: {callbacks: "
             "[class_path: lightning_perf.Timigns]}}",
-            "there is no lightning_perf.Timigns. Did you mean Timings?",
+            "no attribute 'Timigns'",
         ),
-        ("- class_path: lightning_perf.qqqqq", "there is no lightning_perf.qqqqq."),
+        ("- class_path: lightning_perf.qqqqq", "no attribute 'qqqqq'"),
         (
             "- {class_path: lightning_perf.SpeedMonitor, init_args: {window_sze: 3}}",
-            "SpeedMonitor: Option 'window_sze' is not accepted. Did you mean window_size?",
+            "Option 'window_sze' is not accepted",
         ),
         (
             "- {class_path: lightning_perf.Suite, init_args: {callbacks: "
             "[{class_path: lightning_perf.PyTorch, init_args: {shedule: always}}]}}",
-            "PyTorch: Option 'shedule' is not accepted. Did you mean schedule?",
+            "Option 'shedule' is not accepted",
         ),
         (
             "- {class_path: lightning_perf.PyTorch, init_args: {schedule: evry 10ba}}",

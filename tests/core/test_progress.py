@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_perf import Cyclic, PerfWarning, SpeedMonitor, Timestamp, WindowCallback
-from lightning_perf.run.batch_tracker import BatchCounter
+from lightning_perf.run.batches import BatchCounter
 
 # Lightning's advice on loaders; our warnings stay errors.
 pytestmark = pytest.mark.filterwarnings(

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_perf import Window
+from lightning_perf import Timings, Window
 from lightning_perf.core.progress import Timestamp
 from lightning_perf.core.window import Columns
+from lightning_perf.run.window_log import TIMES
 from lightning_perf.timing.totals import CATEGORIES
 
 #: The categories that waiting is a part of.
@@ -55,3 +56,13 @@ def ranks_window(
         for rank, each in seconds.items():
             found[name][rank] += each
     return window_of(found | columns, first=Timestamp(), last=Timestamp(batch=10))
+
+
+def rows_of(timings: Timings) -> list[tuple[int, dict[str, float]]]:
+    """Step and seconds per batch by category of each window of the run's main stage."""
+    windows = [] if timings._log is None else timings._log.windows()
+    return [
+        (each.step, {n: each.mean(column) / each.batches for column, n in TIMES.items()})
+        for each in windows
+        if each.batches
+    ]

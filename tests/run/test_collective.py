@@ -22,8 +22,14 @@ from lightning_perf.run import collective
 from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.collective import LAST, WIDTH, Gatherer
 from lightning_perf.run.context import RunContext
-from lightning_perf.run.hardware import GPU_COLUMNS, MemorySignal, NodeSignal
-from lightning_perf.run.signals import ProgressSignal, SpanSignal, WaitSignal
+from lightning_perf.run.signals import (
+    GPU_COLUMNS,
+    MemorySignal,
+    NodeSignal,
+    ProgressSignal,
+    SpanSignal,
+    WaitSignal,
+)
 from lightning_perf.run.stages import Progress
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.run.windows import Windows
@@ -154,9 +160,10 @@ def test_a_rank_that_lags_by_hundreds_of_reports_shifts_none(tmp_path: Path) -> 
     assert second["all"]
 
 
-def test_ranks_agree_on_the_largest_number(tmp_path: Path) -> None:
-    """Each rank gets the maximum, as for the number of GPUs per node, which sets the columns."""
-    assert both(tmp_path, lambda gatherer, rank: gatherer.largest(3 + 5 * rank)) == [8, 8]
+def test_ranks_exchange_numbers_at_set_up(tmp_path: Path) -> None:
+    """Each rank gets those of all, such as the number of GPUs per node, which sets the columns."""
+    found = both(tmp_path, lambda gatherer, rank: gatherer.exchange([rank, 3]))
+    assert found == 2 * [[[0, 3], [1, 3]]]
 
 
 def test_a_message_holds_all_columns() -> None:

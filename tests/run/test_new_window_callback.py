@@ -77,9 +77,9 @@ def test_metrics_stay_if_on_window_returns_nothing(tmp_path: Path, nothing: obje
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ({"a/b": np.zeros(2)}, r"the metric 'a/b' is array\(\[0., 0.\]\), which is not a number"),
-        (3.0, "on_window returned 3.0: return numbers by key"),
-        ({1: 2.0}, "on_window returned {1: 2.0}: return numbers by key"),
+        ({"a/b": np.zeros(2)}, r"on_window failed \(TypeError"),
+        (3.0, r"on_window failed \(AttributeError"),
+        ({1: 2.0}, r"on_window failed \(TypeError"),
     ],
 )
 def test_invalid_metrics_are_reported(tmp_path: Path, returned: object, message: str) -> None:

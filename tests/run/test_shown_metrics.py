@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,9 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
 from lightning_perf import Flops, SpeedMonitor
-from lightning_perf.run.compat import Shown
 
 PEAK = 1e12
 
@@ -61,9 +56,8 @@ def test_progress_bars_show_the_last_report(tmp_path: Path, kind: Any) -> None:
     run = trainer(tmp_path, speed, flops, bar, enable_progress_bar=True, log_every_n_steps=4)
     run.fit(Logs())
     assert bar.shown["mine"] == 3.0
-    assert str(bar.shown["samples/s"]).replace(",", "").partition(".")[0].isdigit()
-    assert f"{bar.shown['mfu']:.3f}".endswith("%")
-    assert 0 < float(bar.shown["mfu"]) < 1
+    assert bar.shown["samples/s"] > 0
+    assert bar.shown["mfu %"] == pytest.approx(100 * flops.metrics["mfu"], rel=0.01)
     assert "tokens/s" not in bar.shown
 
 
@@ -109,21 +103,9 @@ def test_other_callbacks_can_calculate_with_the_metrics(tmp_path: Path) -> None:
     reads, speed = Reads(), SpeedMonitor(window_size=4)
     flops = Flops(peak_flops=PEAK, schedule="every 4ba")
     trainer(tmp_path, speed, flops, reads, max_epochs=3, log_every_n_steps=4).fit(Logs())
-    assert reads.sums["mfu"] > 0
+    assert reads.sums["mfu %"] > 0
     assert {len(values) for values in reads.histories.values()} == {3}
     assert reads.histories.keys() == {"mine"}
-
-
-def test_a_shown_number_is_a_number_with_a_text() -> None:
-    """Bars show the text; everything else calculates with, copies and stores the number."""
-    shown = Shown(0.0912, "9.12%")
-    assert f"{shown}" == f"{shown:.4}" == f"{shown:.3f}" == str(shown) == "9.12%"
-    assert Tqdm.format_num(shown) == "9.12%"
-    assert float(shown) == shown + 0 == torch.tensor(shown, dtype=torch.float64).item() == 0.0912
-    for copied in (pickle.loads(pickle.dumps(shown)), copy.copy(shown), copy.deepcopy(shown)):
-        assert type(copied) is float
-        assert copied == shown
-    assert json.dumps(shown) == "0.0912"
 
 
 @pytest.mark.parametrize("key", ["mfu", "throughput/device/mfu", "throughput/samples_per_sec"])

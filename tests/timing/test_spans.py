@@ -28,7 +28,7 @@ from torchmetrics import MeanMetric
 
 from lightning_perf import SpeedMonitor, Timings
 from lightning_perf.patches import ContextPatch, PatchSet
-from lightning_perf.run import batch_tracker, compat, spans
+from lightning_perf.run import compat, context, spans
 from lightning_perf.run.context import RunContext
 from lightning_perf.timing import clock
 from lightning_perf.timing.totals import Action, Totals
@@ -351,7 +351,7 @@ def test_memory_of_spans_does_not_grow_between_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of kept spans does not depend on the number of batches in a window."""
-    monkeypatch.setattr(batch_tracker, "MOST_SPAN_ITEMS", 200)
+    monkeypatch.setattr(context, "MOST_SPAN_ITEMS", 200)
     kept: list[int] = []
 
     class Looking(LifecycleLog):
