@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 from lightning_perf.errors import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
@@ -26,6 +28,26 @@ def new_console(*, soft_wrap: bool = False, stderr: bool = False) -> Console:
     return _kind()(
         soft_wrap=soft_wrap, stderr=stderr, markup=False, emoji=False, highlight=False
     )  # fmt: skip
+
+
+@contextmanager
+def waiting(
+    what: str, jobs: int, timeout: float, *, shown: bool = True
+) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar for ``jobs`` on a terminal, one line elsewhere, nothing if not ``shown``.
+
+    Yields a function to call with the number of jobs left.
+    """
+    from rich.progress import Progress
+
+    console = new_console(stderr=True)
+    text = f"lightning_perf: {what}: {jobs} left (at most {timeout:.0f} s)"
+    drawn = shown and console.is_terminal
+    if shown and not drawn:
+        say(text, file=sys.stderr)
+    with Progress(console=console, transient=True, disable=not drawn) as bar:
+        task = bar.add_task(text, total=jobs)
+        yield lambda left: bar.update(task, completed=jobs - left)
 
 
 def _kind() -> type[Console]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from lightning_perf import PerfWarning, PyTorch, SpeedMonitor
 from lightning_perf.background import Worker
 from lightning_perf.profilers.base import Recorded
 from lightning_perf.run import context, destination
-from lightning_perf.terminal import say
+from lightning_perf.terminal import waiting
 from lightning_perf.tracking.mlflow import MlflowRun
 
 PATIENCE = 60.0
@@ -223,6 +224,28 @@ def test_abandon_waits_for_the_running_job_only(worker, gate):
     assert seen == []
 
 
+class Terminal(io.StringIO):
+    """A stream that reports to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar advances as jobs are done, and is removed at the end."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with waiting("uploading", 4, 30.0) as show:
+        show(3)
+        show(1)
+    shown = terminal.getvalue()
+    assert "lightning_perf: uploading: 4 left (at most 30 s)" in shown
+    assert "75%" in shown
+    assert shown.endswith("\x1b[2K")
+
+
 @pytest.mark.parametrize(("patience", "lines"), [(0.0, 1), (60.0, 0)])
 def test_only_a_long_wait_is_shown(
     tmp_path: Path,
@@ -238,12 +261,12 @@ def test_only_a_long_wait_is_shown(
     def slow(*args: Any) -> None:
         gate.wait(60.0)
 
-    def said(*lines: str, **options: Any) -> None:
+    def opened(*arguments: Any, **options: Any) -> Any:
         gate.set()
-        say(*lines, **options)
+        return waiting(*arguments, **options)
 
     monkeypatch.setattr(MlflowRun, "upload", slow)
-    monkeypatch.setattr(destination, "say", said)
+    monkeypatch.setattr(destination, "waiting", opened)
     monkeypatch.setattr(destination, "SILENT", patience)
     if not lines:
         gate.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from contextlib import suppress
@@ -17,7 +16,7 @@ from weakref import WeakKeyDictionary
 from lightning_perf.errors import WarningDigest, describe, printable, warn
 from lightning_perf.run import compat
 from lightning_perf.run.termination import hurried
-from lightning_perf.terminal import say
+from lightning_perf.terminal import waiting
 from lightning_perf.traces.names import TakenNames
 from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import RunFolder, TraceOptions, TraceWriter, folder_of
@@ -185,10 +184,10 @@ class Reporting:
             for target in self._own:
                 target.flush()
             if not worker.close(SILENT, until=hurried):
-                if self._first and not hurried():
-                    left = f"{worker.pending} left (at most {seconds:.0f} s)"
-                    say(f"lightning_perf: {what}: {left}", file=sys.stderr)
-                if not worker.close(seconds, hurried):
+                shown = self._first and not hurried()
+                with waiting(what, worker.pending, seconds, shown=shown) as show:
+                    done = worker.close(seconds, partial(_hurried, worker, show))
+                if not done:
                     worker.abandon(min(last, _INTERRUPTED_TIMEOUT) if hurried() else last)
         for target in self._own:
             target.warn_lost()
@@ -257,6 +256,11 @@ class Reporting:
         """Remove temporary folders, after all files are moved or uploaded."""
         for root in self._roots.values():
             root.close()
+
+
+def _hurried(worker: Worker, show: Callable[[int], None]) -> bool:
+    show(worker.pending)
+    return hurried()
 
 
 def _destination(trainer: Trainer, worker: Worker) -> Destination:
