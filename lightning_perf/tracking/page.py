@@ -155,7 +155,8 @@ def _links(summary: Summary) -> Iterator[Part]:
 Row: TypeAlias = tuple[int, Mapping[str, float]]
 Numbers: TypeAlias = NDArray[np.float64]
 
-#: Categories with a smaller share join "other".
+#: Categories with a smaller share are shown as one, with "other".
+_SMALL = "other, and categories below 0.5 %"
 _SMALLEST_SHARE = 0.005
 #: In charts of at least `_FEWEST_ROWS`, values above `_PEAK` times this percentile are cut off.
 _PEAK, _PERCENTILE, _FEWEST_ROWS = 3.0, 95, 20
@@ -213,7 +214,7 @@ def _layers(rows: Sequence[Row], widths: Numbers, starts: NDArray[np.int_]) -> t
     small = [n for n in names if n == OTHER or spent[n].sum() <= _SMALLEST_SHARE * total]
     other = sum((spent.pop(name) for name in small), np.zeros(len(rows)))
     if other.any():
-        spent[OTHER] = other
+        spent[OTHER if small == [OTHER] else _SMALL] = other
     sizes = np.add.reduceat(widths, starts)
     return tuple(
         Layer(
