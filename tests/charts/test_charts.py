@@ -173,10 +173,11 @@ def test_a_category_is_zero_before_it_first_appears() -> None:
 
 
 def test_small_categories_are_folded_into_other() -> None:
-    """Categories below half a percent join "other", and its name says so; the total is unchanged."""
+    """Categories below half a percent join "other", whose name says so; the total is unchanged."""
     row = {"forward": 0.99, "to_device": 0.004, "logging": 0.003, "other": 0.003}
     bands = {band.name: band.share for band in stack([(1, row)]).layers}
-    assert bands == {"forward": pytest.approx(0.99), "other, and categories below 0.5 %": pytest.approx(0.01)}
+    joined = "other, and categories below 0.5 %"
+    assert bands == {"forward": pytest.approx(0.99), joined: pytest.approx(0.01)}
 
 
 def test_a_high_peak_is_cut_off(tmp_path: Path) -> None:
