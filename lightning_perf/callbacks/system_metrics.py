@@ -169,10 +169,11 @@ def _averages(window: Window) -> dict[str, float]:
         if len(nodes) > _MOST_NODES:
             metrics |= _spread(layout.names, nodes, gpus, means)
             continue
-        for node, slot, figure in np.argwhere(np.isfinite(means)).tolist():
+        known = np.isfinite(means)
+        places, values = np.argwhere(known).tolist(), means[known].tolist()
+        for (node, slot, figure), value in zip(places, values, strict=True):
             gpu = f"{gpu_key(gpus[node, slot])}/" if gpus.size else ""
-            key = f"system/node_{nodes[node]}/{gpu}{layout.names[figure]}"
-            metrics[key] = float(means[node, slot, figure])
+            metrics[f"system/node_{nodes[node]}/{gpu}{layout.names[figure]}"] = value
     return metrics
 
 
