@@ -6,22 +6,16 @@ import json
 import re
 from collections.abc import Sequence, Set
 from fractions import Fraction
-from functools import wraps
 from importlib.util import find_spec
-from inspect import Parameter, signature
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.time import Time, TimeUnit
-from lightning_perf.errors import ConfigError, closest, did_you_mean
+from lightning_perf.errors import ConfigError, closest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
+    from collections.abc import Collection
 
 #: All units, for messages.
 UNITS = "ep ba step sp tok sec dur, or 1h20m40s"
@@ -143,34 +137,6 @@ def times(
     if time.value > _LONGEST:
         raise ConfigError(field, value, "is too large", example)
     return time
-
-
-def name_arguments(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a function or a constructor answer arguments that it does not have with what was meant.
-
-    That is the nearest of its own for an unknown one, and a list for several instead of one.
-
-    Constructors of schedules and callbacks are passed here by their base classes.
-    """
-    parameters = signature(function).parameters
-    names = [name for name in parameters if name != "self"]
-    if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
-        return function
-
-    @wraps(function)
-    def named(*args: _P.args, **arguments: _P.kwargs) -> _T:
-        listed = args[len(parameters) - 1 :]
-        if len(listed) > 1 and len(names) == 1 and names[0].endswith("s"):
-            raise ConfigError(names[0], listed, "is one argument, a list", repr([*listed]))
-        for name in arguments:
-            if name not in names:
-                has = f"It has {', '.join(names)}." if names else "It takes none."
-                hint = did_you_mean(name, names, has)
-                called = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-                raise TypeError(f"{called}() has no argument {name!r}. {hint}")
-        return function(*args, **arguments)
-
-    return named
 
 
 def is_list(value: object) -> bool:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -154,22 +152,6 @@ print("imported:", *{name.partition(".")[0] for name in set(sys.modules) - befor
     heavy = {"jinja2", "lightning_perf", "matplotlib", "mlflow", "rich", "scipy", "torch"}
     assert not heavy & set(names.split())
     assert list(tmp_path.rglob("summary.json"))
-
-
-@pytest.mark.parametrize(
-    ("make", "hint"),
-    [
-        (lambda: lightning_perf.SpeedMonitor(window=10), "Did you mean window_size?"),
-        (lambda: lightning_perf.Cyclic(skip=5), "Did you mean skip_first?"),
-        (lambda: lightning_perf.Suite(callback=[]), "Did you mean callbacks?"),
-        (lambda: lightning_perf.always_on(show_sumary=True), "Did you mean show_summary?"),
-        (lambda: lightning_perf.Elapsed(time="10m"), "It has duration."),
-    ],
-)
-def test_an_unknown_argument_gets_the_nearest_one(make: Any, hint: str) -> None:
-    """Of each class of callbacks and schedules, as Python's TypeError."""
-    with pytest.raises(TypeError, match=re.escape(hint)):
-        make()
 
 
 def test_signatures_are_those_of_the_constructors() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_perf.checks import flag, is_list, name_arguments, whole
+from lightning_perf.checks import flag, is_list, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
 
@@ -119,7 +119,6 @@ class Suite(PerfCallback):
                 part.load_state_dict(state_dict[key])
 
 
-@name_arguments
 def always_on(show_summary: bool = True) -> Suite:
     """A `Suite` of the callbacks that cost little: throughput, MFU, times, hardware, diagnosis.
 

@@ -344,8 +344,10 @@ class Profiler(PerfCallback):
         earlier, self._session = self._session, None
         self._check(context)
         self.schedule.setup(context.schedule_context)
-        if self.ranks is not None and context.ranks.global_rank not in self.ranks:
-            return
+        if self.ranks is not None:
+            GlobalRank(self.ranks).setup(context.schedule_context)  # warns of unknown ranks
+            if context.ranks.global_rank not in self.ranks:
+                return
         # Closed before the writer of recordings, which moves the source of these files.
         further = {
             key: self.new_writer(context, names) for key, names in self.further_files.items()
@@ -577,13 +579,8 @@ class Profiler(PerfCallback):
                 raise ConfigError("filename", self.filename, problem, f'"second.{self.filename}"')
 
     def _warn_of_ranks(self, world: int) -> None:
-        """Warn of ranks that do not exist, and of names that several ranks share."""
+        """Warn of names that several ranks share."""
         kind, ranks = type(self).__name__, self.ranks or range(world)
-        if max(ranks) >= world:
-            warn(
-                f"{kind}(ranks={self.ranks}) includes ranks that do not exist: the number "
-                f"of processes in the run is {world}."
-            )
         by_rank = any(isinstance(part, GlobalRank | LocalRank) for part in walk(self.schedule))
         if by_rank or sum(rank < world for rank in ranks) < 2:
             return

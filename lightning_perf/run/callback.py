@@ -7,7 +7,6 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.checks import name_arguments
 from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext, current_run
@@ -45,11 +44,6 @@ class PerfCallback(Callback):
     show_summary = False
     #: Codes and severities of the verdicts that it may reach.
     reaches: Collection[str] = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = name_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self) -> None:
         self._context: RunContext | None = None

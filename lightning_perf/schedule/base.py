@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lightning_perf.checks import (
     UNITS,
     is_list,
-    name_arguments,
     whole,
 )
 from lightning_perf.core.progress import Limits, Moment, Ranks
@@ -71,11 +70,6 @@ class Schedule(ABC):
     shared: bool = False
     #: Whether events open its windows, or those of a part: see `Trigger`.
     fires: bool = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "__init__" in vars(cls):
-            cls.__init__ = name_arguments(cls.__init__)  # type: ignore[method-assign]
 
     @classmethod
     def of_text(cls, text: str) -> Schedule | None:

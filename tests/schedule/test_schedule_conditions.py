@@ -1,7 +1,5 @@
 """Schedules by rank, stage, time and tag."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -60,14 +58,6 @@ def test_ranks_beyond_the_run_give_a_warning_at_setup():
 def test_ranks_may_be_any_collection(ranks):
     """They are kept as a list."""
     assert GlobalRank(ranks).ranks == [0, 2, 4]
-
-
-def test_several_ranks_are_one_list():
-    """Ranks one by one, as fkat takes them, are answered with the list."""
-    with pytest.raises(ConfigError, match=re.escape("Try ranks=[0, 8].")):
-        GlobalRank(0, 8)
-    with pytest.raises(ConfigError, match=re.escape("Try stages=['train', 'test'].")):
-        Stages("train", "test")
 
 
 def test_numbers_may_be_those_of_numpy():
