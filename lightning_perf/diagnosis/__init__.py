@@ -48,8 +48,7 @@ __all__ = [
     "judge",
 ]
 
-#: Growth of memory: bytes and share of its level, and seconds until it is full that are critical.
-_GROWTH = {"least_bytes": 100e6, "least_share": 0.10, "soon": 3600.0}
+_GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0)
 #: All rules of the package with their thresholds, the most specific first: a second that several
 #: could claim belongs to the first of them. The last number of a rule is the share of the wall time
 #: from which on a cause is worth a warning; its function explains the others.
@@ -70,8 +69,8 @@ RULES: tuple[Rule, ...] = (
     FunctionRule("slowdown", partial(steps.slowdown, ratio=1.10, sustained=50), 0.10),
     FunctionRule("communication-bound", ranks.communication_bound, 0.10),
     FunctionRule("straggler", ranks.straggler, 0.10),
-    FunctionRule("host-memory-growth", partial(machine.host_memory_growth, **_GROWTH)),
-    FunctionRule("device-memory-growth", partial(machine.device_memory_growth, **_GROWTH)),
+    FunctionRule("host-memory-growth", partial(machine.host_memory_growth, least=_GROWTH)),
+    FunctionRule("device-memory-growth", partial(machine.device_memory_growth, least=_GROWTH)),
     FunctionRule("throttled", partial(machine.throttled, percent=10.0, critical=50.0)),
     FunctionRule("launch-bound", partial(machine.launch_bound, idle=0.3), 0.10),
     FunctionRule("low-gpu-utilization", partial(machine.low_gpu_utilization, idle=0.5), 0.10),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,17 @@ _CONTINUES = 0.4
 _LAUNCHES, _WAITS = 0.7, 0.05
 
 
-def host_memory_growth(signals: Signals, **least: float) -> Iterable[Verdict]:
+class Growth(NamedTuple):
+    """The growth of memory that is worth a verdict."""
+
+    least_bytes: float
+    #: Of its level.
+    share: float
+    #: Seconds until the memory is full that are critical.
+    soon: float
+
+
+def host_memory_growth(signals: Signals, least: Growth) -> Iterable[Verdict]:
     """The processes' memory grows without levelling off."""
     free = signals.average("system/free_memory", latest=True)
     times, sizes, recordings = _samples(signals, "memory/rss", 1.0)
@@ -34,32 +44,21 @@ def host_memory_growth(signals: Signals, **least: float) -> Iterable[Verdict]:
     grown, earlier = np.diff(sizes), np.append(recordings[:1], recordings)[: len(sizes) - 1]
     grown[recordings[1:] > earlier] = 0.0
     sizes = sizes[:1] + np.append(0.0, np.cumsum(grown))[: len(sizes)]
-    yield from _growth("host-memory-growth", signals, times, sizes, free, **least)
+    yield from _growth("host-memory-growth", signals, times, sizes, free, least)
 
 
-def device_memory_growth(signals: Signals, **least: float) -> Iterable[Verdict]:
+def device_memory_growth(signals: Signals, least: Growth) -> Iterable[Verdict]:
     """The GPU's memory grows without levelling off."""
     if signals.setup.device == "cuda":
         free = min(signals.gpu_averages("gpu_free_memory", latest=True), default=None)
         times, sizes, _ = _samples(signals, "memory/current_allocated_mem", 1e9)
-        yield from _growth("device-memory-growth", signals, times, sizes, free, **least)
+        yield from _growth("device-memory-growth", signals, times, sizes, free, least)
 
 
 def _growth(
-    code: str,
-    signals: Signals,
-    times: Numbers,
-    sizes: Numbers,
-    free: float | None,
-    least_bytes: float,
-    least_share: float,
-    soon: float,
+    code: str, signals: Signals, times: Numbers, sizes: Numbers, free: float | None, least: Growth
 ) -> Iterable[Verdict]:
-    """Memory in bytes that grows to the end, and the bytes left.
-
-    It grows by ``least_bytes`` and ``least_share`` of its level at least; memory that would be used
-    up within ``soon`` seconds is critical.
-    """
+    """Memory in bytes that grows to the end, and the bytes left."""
     from scipy.stats import theilslopes  # robust to a few outliers
 
     if len(sizes) < _FEWEST_SAMPLES:
@@ -67,7 +66,7 @@ def _growth(
         raise Unknown(f"memory has {count} after the warm-up, and a trend needs {_FEWEST_SAMPLES}")
     whole, level = theilslopes(sizes, times), float(sizes[0])
     grown = float(whole.slope) * (times[-1] - times[0])
-    if whole.low_slope <= 0 or grown < max(least_bytes, least_share * level):
+    if whole.low_slope <= 0 or grown < max(least.least_bytes, least.share * level):
         return
     half = len(sizes) // 2
     later = theilslopes(sizes[half:], times[half:])
@@ -87,7 +86,7 @@ def _growth(
     )
     if left is not None:
         advice += f" At this rate the memory is full in {duration(left)}."
-    severity = "critical" if left is not None and left < soon else "warning"
+    severity = "critical" if left is not None and left < least.soon else "warning"
     yield Verdict(code, severity, evidence=evidence, advice=advice)
 
 
