@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
     from rich.table import Table
 
-    from lightning_perf.flops import DevicePeaks
+    from lightning_perf.flops.peaks import DevicePeaks
 
 #: Packages, and what the optional ones are for.
 PACKAGES = {
@@ -101,21 +101,21 @@ def _supported() -> dict[str, SpecifierSet]:
 
 
 def _hardware() -> Iterator[Finding]:
-    from lightning_perf import flops
     from lightning_perf.cgroup import usable_cpus
+    from lightning_perf.flops import measure, peaks
     from lightning_perf.system.gpus import nvidia_driver
 
-    yield Finding("hardware", "CPU", f"{flops.device_name('cpu')}, {usable_cpus()} usable")
-    for setting, rows in flops.kept_peaks().items():
-        if best := flops.trusted_peak(rows):
-            here = "" if setting.startswith(flops.device_name("cpu")) else " of another machine"
+    yield Finding("hardware", "CPU", f"{peaks.device_name('cpu')}, {usable_cpus()} usable")
+    for setting, rows in measure.kept_peaks().items():
+        if best := measure.trusted_peak(rows):
+            here = "" if setting.startswith(peaks.device_name("cpu")) else " of another machine"
             text = f"{best[0] / 1e12:.3g} TFLOP/s, measured on {best[1]}; {setting}"
-            text += f"; delete {flops.kept_file()} to forget it"
+            text += f"; delete {measure.kept_file()} to forget it"
             yield Finding("hardware", f"peak{here}", text)
-    build, gpus = flops.cuda_devices()
+    build, gpus = peaks.cuda_devices()
     yield Finding("hardware", "CUDA", f"torch is built for {build or 'CPUs'}")
     for number, name in enumerate(gpus):
-        entry = flops.lookup(name)
+        entry = peaks.lookup(name)
         known = f"peak from the table ({entry.name})" if entry else "no peak in the table"
         yield Finding("hardware", f"GPU {number}", f"{name}, {known}", "ok" if entry else "missing")
     driver = nvidia_driver()
@@ -244,6 +244,7 @@ def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) 
         json: Print JSON, in FLOP/s.
     """
     from lightning_perf import flops
+    from lightning_perf.flops.operators import tf32_is_on
 
     dtype = _DTYPES.get(dtype, dtype)
     _check_measurable(device, dtype)
@@ -252,7 +253,7 @@ def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) 
         why = f"{device} cannot multiply {dtype} matrices, or this machine is too busy"
         raise Failure(f"{why}. Try --device cpu --dtype float32", 1)
     name = flops.device_name(device)
-    listed, entry = flops.peak_flops(name, dtype, tf32=flops.tf32_is_on()), flops.lookup(name)
+    listed, entry = flops.peak_flops(name, dtype, tf32=tf32_is_on()), flops.lookup(name)
     if json:
         print_json({"device": name, "dtype": dtype, "measured": peak, "table": listed})
         return 0
@@ -269,15 +270,15 @@ def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) 
 
 def _check_measurable(device: str, dtype: str) -> None:
     """Refuse a device or a dtype that does not exist."""
-    from lightning_perf import flops
+    from lightning_perf.flops import measure, peaks
 
-    if not flops.is_dtype(dtype):
+    if not measure.is_dtype(dtype):
         known = [*_DTYPES, *_DTYPES.values(), "tf32"]
         near = closest(dtype, known, "bfloat16")
         raise Failure(f"{dtype} is not a dtype of torch. Try --dtype {near}")
-    if not flops.is_device(device):
+    if not measure.is_device(device):
         raise Failure(f"{device} is not a device of torch. Try --device cuda")
-    build, gpus = flops.cuda_devices()
+    build, gpus = peaks.cuda_devices()
     if device.startswith("cuda") and not gpus:
         why = "torch is built for CPUs" if build is None else "torch sees no GPU"
         raise Failure(f"{device} cannot be measured: {why}. Try --device cpu", 1)
