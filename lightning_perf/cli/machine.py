@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from lightning_perf.flops import DevicePeaks
+    from lightning_perf.flops.peaks import DevicePeaks
 
 #: Packages, and what the optional ones are for.
 PACKAGES = {
@@ -77,19 +77,19 @@ def _packages() -> Iterator[Finding]:
 
 
 def _hardware() -> Iterator[Finding]:
-    from lightning_perf import flops
     from lightning_perf.cgroup import usable_cpus
+    from lightning_perf.flops import measure, peaks
     from lightning_perf.system.gpus import nvidia_driver
 
-    yield Finding("CPU", f"{flops.device_name('cpu')}, {usable_cpus()} usable")
-    for setting, rows in flops.kept_peaks().items():
-        if best := flops.trusted_peak(rows):
+    yield Finding("CPU", f"{peaks.device_name('cpu')}, {usable_cpus()} usable")
+    for setting, rows in measure.kept_peaks().items():
+        if best := measure.trusted_peak(rows):
             text = f"{best[0] / 1e12:.3g} TFLOP/s, measured on {best[1]}; {setting}"
-            yield Finding("peak", f"{text}; delete {flops.kept_file()} to forget it")
-    build, gpus = flops.cuda_devices()
+            yield Finding("peak", f"{text}; delete {measure.kept_file()} to forget it")
+    build, gpus = peaks.cuda_devices()
     yield Finding("CUDA", f"torch is built for {build or 'CPUs'}")
     for number, name in enumerate(gpus):
-        entry = flops.lookup(name)
+        entry = peaks.lookup(name)
         known = f"peak from the table ({entry.name})" if entry else "no peak in the table"
         yield Finding(f"GPU {number}", f"{name}, {known}", "ok" if entry else "missing")
     driver = nvidia_driver()
@@ -205,6 +205,7 @@ def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) 
         json: Print JSON, in FLOP/s.
     """
     from lightning_perf import flops
+    from lightning_perf.flops.operators import tf32_is_on
 
     dtype = _DTYPES.get(dtype, dtype)
     peak = flops.measure_peak(device, dtype, _BUDGET_SECONDS)
@@ -214,7 +215,7 @@ def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) 
             "no such device, or this machine is too busy. Try --device cpu --dtype float32", 1,
         )  # fmt: skip
     name = flops.device_name(device)
-    listed, entry = flops.peak_flops(name, dtype, tf32=flops.tf32_is_on()), flops.lookup(name)
+    listed, entry = flops.peak_flops(name, dtype, tf32=tf32_is_on()), flops.lookup(name)
     if json:
         print_json({"device": name, "dtype": dtype, "measured": peak, "table": listed})
         return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from datetime import timedelta
 from functools import total_ordering
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,7 @@ if TYPE_CHECKING:
 class Timestamp:
     """What one stage has completed so far, on one rank.
 
-    Counts may also be given as a `Time` or a time string of their unit, and seconds as a
-    ``timedelta``; another unit raises `ConfigError`. Comparison with a time or time string uses the
-    count in its unit.
+    Comparison with a time or time string uses the count in its unit.
 
     Example:
         >>> now = Timestamp().to_next_batch(samples=10, tokens=20, duration=0.5, steps=1)
@@ -50,21 +47,6 @@ class Timestamp:
     epoch_wct: float = 0.0
     batch_wct: float = 0.0
 
-    def __post_init__(self) -> None:
-        # Fast check for the usual case, plain numbers, because this runs for every batch.
-        try:
-            counts = self.epoch + self.batch + self.sample + self.token + self.step
-            counts += self.batch_in_epoch + self.sample_in_epoch + self.token_in_epoch
-            if type(counts) is int and isinstance(
-                self.total_wct + self.epoch_wct + self.batch_wct, int | float
-            ):
-                return
-        except (TypeError, RuntimeError, ValueError):
-            pass
-        for field in fields(self):
-            value = _plain(field.name, getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Time | str):
             time = Time.from_input(other)
@@ -80,11 +62,7 @@ class Timestamp:
         return self.get(time.unit) < time
 
     def to_next_batch(
-        self,
-        samples: int = 0,
-        tokens: int = 0,
-        duration: float | timedelta = 0.0,
-        steps: int = 0,
+        self, samples: int = 0, tokens: int = 0, duration: float = 0.0, steps: int = 0
     ) -> Timestamp:
         """Return the timestamp after one more batch.
 
@@ -94,8 +72,6 @@ class Timestamp:
             duration: Seconds that it took.
             steps: Optimizer steps that it completed.
         """
-        if isinstance(duration, timedelta):
-            duration = duration.total_seconds()
         # Positional, because this runs for every batch: dataclasses.replace is four times slower.
         return Timestamp(
             self.epoch,
@@ -111,14 +87,12 @@ class Timestamp:
             duration,
         )
 
-    def to_next_epoch(self, duration: float | timedelta = 0.0) -> Timestamp:
+    def to_next_epoch(self, duration: float = 0.0) -> Timestamp:
         """Return the timestamp after the end of an epoch, with the counts within it reset.
 
         Args:
             duration: Seconds since the last batch.
         """
-        if isinstance(duration, timedelta):
-            duration = duration.total_seconds()
         return Timestamp(
             self.epoch + 1, self.batch, self.sample, self.token, self.step,
             total_wct=self.total_wct + duration,
@@ -146,24 +120,6 @@ class Timestamp:
         """Restore from `state_dict`; missing counts are 0, unknown ones are ignored."""
         zero: dict[str, Any] = cls().state_dict()
         return cls(**{name: type(start)(state.get(name, start)) for name, start in zero.items()})
-
-
-def _plain(name: str, value: Any) -> int | float:
-    """Convert the value of a field to a plain number."""
-    wct = name.endswith("_wct")
-    unit = TimeUnit.SECOND if wct else TimeUnit(name.partition("_")[0])
-    if isinstance(value, timedelta) and wct:
-        return value.total_seconds()
-    if isinstance(value, int | float) and not isinstance(value, bool) and wct:
-        return float(value)
-    example = "1.5" if wct else f'"5{unit}"'
-    try:
-        time = Time.from_input(value, unit)
-    except (TypeError, RuntimeError, ValueError):
-        raise ConfigError(name, value, f"is not a number in {unit}", example) from None
-    if time.unit is not unit:
-        raise ConfigError(name, str(time), f"has a wrong unit, expected {unit}", example)
-    return float(time.value) if wct else time.value
 
 
 STAGES = ("train", "validate", "test", "predict")

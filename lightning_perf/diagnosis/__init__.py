@@ -6,6 +6,7 @@ To apply a rule of your own as well, use ``Diagnosis(rules=[*RULES, mine])``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_perf.checks import is_list
@@ -47,31 +48,33 @@ __all__ = [
     "judge",
 ]
 
-#: All rules of the package, the most specific first: a second that several could claim belongs to
-#: the first of them.
+_GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0)
+#: All rules of the package with their thresholds, the most specific first: a second that several
+#: could claim belongs to the first of them. The last number of a rule is the share of the wall time
+#: from which on a cause is worth a warning; its function explains the others.
 RULES: tuple[Rule, ...] = (
-    FunctionRule("cpu-saturated", machine.cpu_saturated, 0.10),
+    FunctionRule("cpu-saturated", partial(machine.cpu_saturated, hidden=0.02), 0.10),
     FunctionRule("gc-pauses", steps.gc_pauses, 0.03),
-    FunctionRule("recompile", steps.recompile, 0.05),
+    FunctionRule("recompile", partial(steps.recompile, fewest=3), 0.05),
     FunctionRule("transfer-bound", costs.transfer_bound, 0.10),
     FunctionRule("callback-bound", costs.callback_bound, 0.05),
-    FunctionRule("logger-bound", costs.logger_bound, costs.LOGGERS),
-    FunctionRule("checkpoint-bound", costs.checkpoint_bound, costs.CHECKPOINTS),
+    FunctionRule("logger-bound", partial(costs.logger_bound, aim=0.0125), 0.05),
+    FunctionRule("checkpoint-bound", partial(costs.checkpoint_bound, aim=0.025), 0.05),
     FunctionRule("validation-bound", costs.validation_bound, 0.15),
     FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
-    FunctionRule("periodic-stall", steps.periodic_stall, 0.10),
+    FunctionRule("periodic-stall", partial(steps.periodic_stall, fewest=3), 0.10),
     FunctionRule("input-bound", costs.input_bound, 0.10),
     FunctionRule("sync-bound", machine.sync_bound, 0.10),
-    FunctionRule("warmup", steps.warmup, steps.WARMUP),
-    FunctionRule("slowdown", steps.slowdown, 0.10),
+    FunctionRule("warmup", partial(steps.warmup, share=0.05, seconds=0.4, ratio=10.0), 0.05),
+    FunctionRule("slowdown", partial(steps.slowdown, ratio=1.10, sustained=50), 0.10),
     FunctionRule("communication-bound", ranks.communication_bound, 0.10),
     FunctionRule("straggler", ranks.straggler, 0.10),
-    FunctionRule("host-memory-growth", machine.host_memory_growth),
-    FunctionRule("device-memory-growth", machine.device_memory_growth),
-    FunctionRule("throttled", machine.throttled),
-    FunctionRule("launch-bound", machine.launch_bound, 0.10),
-    FunctionRule("low-gpu-utilization", machine.low_gpu_utilization, 0.10),
-    FunctionRule("compute-bound", steps.compute_bound),
+    FunctionRule("host-memory-growth", partial(machine.host_memory_growth, least=_GROWTH)),
+    FunctionRule("device-memory-growth", partial(machine.device_memory_growth, least=_GROWTH)),
+    FunctionRule("throttled", partial(machine.throttled, percent=10.0, critical=50.0)),
+    FunctionRule("launch-bound", partial(machine.launch_bound, idle=0.3), 0.10),
+    FunctionRule("low-gpu-utilization", partial(machine.low_gpu_utilization, idle=0.5), 0.10),
+    FunctionRule("compute-bound", partial(steps.compute_bound, share=0.8, low_mfu=0.4)),
 )
 #: All codes, which are stable.
 CODES = (*(rule.code for rule in RULES), "healthy")

@@ -142,11 +142,9 @@ def measure_peak(
     if key not in MEASURED:
         name, mode = ("float32", tf32()) if dtype == "tf32" else (dtype, nullcontext())
         try:
+            operands, place = getattr(torch, name), torch.device(device)
             with mode:
-                rate = fastest_rate(
-                    getattr(torch, name), torch.device(device), budget_seconds, machine
-                )
-            MEASURED[key] = rate
+                MEASURED[key] = fastest_rate(operands, place, budget_seconds, machine)
         except (RuntimeError, TypeError, AssertionError, AttributeError):
             MEASURED[key] = None
     return MEASURED[key]

@@ -205,7 +205,10 @@ def resolve_peak(
     if given == "measure" or (given is None and device.type == "cpu"):
         measured = measure_peak(device, dtype_name)
         if device.type == "cpu":
-            measured = best_peak(cpu_setting(dtype_name, processes), measured)
+            # What measurements must have in common, for their best to be that of each.
+            shared = f"{processes} processes of {torch.get_num_threads()} threads, {dtype_name}"
+            setting = f"{device_name(device)}, {usable_cpus()} usable CPUs, {shared}"
+            measured = best_peak(setting, measured)
         return None if measured is None else Peak(measured, "measured")
     if given is not None:
         return Peak(float(given), "given")
@@ -219,13 +222,6 @@ def resolve_peak(
     properties = torch.cuda.get_device_properties(device)
     value = estimated_peak(properties, dtype_name, tf32_is_on())
     return Peak(value, f"estimated: {properties.name}") if value else None
-
-
-def cpu_setting(dtype: str, processes: int = 1) -> str:
-    """What measurements of CPUs have to have in common, for their best to be that of each."""
-    name, threads = device_name("cpu"), torch.get_num_threads()
-    shared = f"{usable_cpus()} usable CPUs, {processes} processes of {threads} threads"
-    return f"{name}, {shared}, {dtype}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -370,12 +370,9 @@ class _Handler:
                 os.close(self._marker)
             self._marker = None
         ours = signal.getsignal(self._number) is self
+        on_main = threading.current_thread() is threading.main_thread()
         # Python cannot restore a handler that was not installed from Python.
-        if (
-            ours
-            and self._previous is not None
-            and threading.current_thread() is threading.main_thread()
-        ):
+        if ours and on_main and self._previous is not None:
             signal.signal(self._number, _in_use(self._previous))
 
 

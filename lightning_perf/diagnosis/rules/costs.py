@@ -41,8 +41,6 @@ _MORE_WORKERS = 0.1
 #: The same of workers that share CPUs with threads of torch: 8 and 14 % were promised to runs that
 #: then were 11 % slower.
 _CONTESTED = 0.15
-#: Shares of the wall time above which these give a warning.
-LOGGERS, CHECKPOINTS = 0.05, 0.05
 #: Reports and checkpoints that the advised interval leaves at least in a run of this length.
 _REPORTS_LEFT, _CHECKPOINTS_LEFT = 4, 2
 #: Categories of the computation of metrics, and of the steps of learning rate schedulers.
@@ -184,18 +182,15 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
         return
     loader = signals.setup.loader
     per_epoch = float(seconds.sum() / epochs.sum())
-    advice = f"An epoch begins with {duration(per_epoch)} of waiting. Use longer epochs."
+    advice = f"An epoch begins with {duration(per_epoch)} of waiting"
     workers = 0 if loader is None else loader.num_workers
     if signals.setup.reloads:
-        advice = (
-            f"An epoch begins with {duration(per_epoch)} of waiting for a new DataLoader: reload "
-            "it less often (reload_dataloaders_every_n_epochs)."
-        )
+        often = "reload it less often (reload_dataloaders_every_n_epochs)"
+        advice += f" for a new DataLoader: {often}."
     elif loader is not None and workers and not loader.persistent_workers:
-        advice = (
-            f"An epoch begins with {duration(per_epoch)} of waiting for {workers} new "
-            "workers: set persistent_workers=True in the DataLoader."
-        )
+        advice += f" for {workers} new workers: set persistent_workers=True in the DataLoader."
+    else:
+        advice += ". Use longer epochs."
     if workers:
         advice += f" {_no_workers(signals)}."
     slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
@@ -263,17 +258,15 @@ def callback_bound(signals: Signals) -> Iterable[Impact]:
     for hooks in _hooks(signals, "hooks", "callbacks", "other", _METRICS, _SCHEDULERS):
         advice = "Call its work less often, or move it off the training thread."
         if hooks.owner in signals.setup.ours:
-            advice = (
-                "It is lightning_perf's own: record or report less often (schedule), or leave it "
-                "out."
-            )
+            less = "record or report less often (schedule), or leave it out"
+            advice = f"It is lightning_perf's own: {less}."
         elif hooks.owner in _BARS:
             advice = "Raise its refresh_rate."
         yield replace(hooks.impact, advice=f"{hooks.takes}. {advice}")
 
 
-def logger_bound(signals: Signals) -> Iterable[Impact]:
-    """Writing metrics takes long: one impact per logger."""
+def logger_bound(signals: Signals, aim: float) -> Iterable[Impact]:
+    """Writing metrics takes long: one impact per logger. The advice aims at a share of the time."""
     every = signals.setup.log_every_n_steps
     batches, epochs = (
         float(signals.steady(values).sum()) for values in (signals.counts, signals.restarts.calls)
@@ -285,7 +278,7 @@ def logger_bound(signals: Signals) -> Iterable[Impact]:
         follows = _FEWEST_CALLS * asked <= calls - epochs <= _MOST_CALLS * asked
         if follows and slowest.name.endswith(_AT_INTERVALS):
             share = signals.share(hooks.impact.seconds)
-            rarer = max(min(round(share / LOGGERS * 4), int(asked / _REPORTS_LEFT)), 2) * every
+            rarer = max(min(round(share / aim), int(asked / _REPORTS_LEFT)), 2) * every
             regular = [cost for r, cost in hooks.costs.items() if r.name.endswith(_AT_INTERVALS)]
             saves = sum(regular) / sum(hooks.costs.values())
             saves *= (1 - epochs / calls) * (1 - every / rarer)
@@ -302,8 +295,11 @@ def logger_bound(signals: Signals) -> Iterable[Impact]:
         )
 
 
-def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
-    """Writing checkpoints takes long; the culprit is the hook with the largest share."""
+def checkpoint_bound(signals: Signals, aim: float) -> Iterable[Impact]:
+    """Writing checkpoints takes long; the culprit is the hook with the largest share.
+
+    The advice aims at a share of the time.
+    """
     apart = ("", GC, COMPILE)
     rows = [r for r in signals.actions if r.category == "checkpoint" and r.stage not in apart]
     writes = [row for row in rows if row.name.startswith("checkpoint writing")]
@@ -313,7 +309,7 @@ def checkpoint_bound(signals: Signals) -> Iterable[Impact]:
     saves = max(float(signals.total(writes).calls.sum()), 1.0)
     per_checkpoint = float(seconds.sum() / saves)
     interval = signals.batches / saves
-    times = max(min(signals.share(seconds) / CHECKPOINTS * 2, saves / _CHECKPOINTS_LEFT), 2)
+    times = max(min(signals.share(seconds) / aim, saves / _CHECKPOINTS_LEFT), 2)
     rarer = max(round(interval * times), 2)
     slowest = max(rows, key=signals.seconds).name
     advice = (
@@ -369,16 +365,14 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
 
 def _faster_validation(loader: Loader | None, starting: bool) -> str:
     """What to change in a validation's DataLoader that makes it wait."""
-    if loader is None:
-        return " Most of it is waiting for data."
-    workers = loader.num_workers
-    if starting and workers and not loader.persistent_workers:
-        return (
-            f" Most of it is starting {workers} workers: set persistent_workers=True in its "
-            "DataLoader."
-        )
-    if starting:
-        return " Most of it is creating the iterator of its DataLoader."
-    if workers:
-        return f" Most of it is waiting for its {workers} DataLoader workers: use more of them."
-    return " Most of it is waiting for data: give its DataLoader workers."
+    most = "waiting for data"
+    if loader is not None and starting:
+        most = "creating the iterator of its DataLoader"
+        if loader.num_workers and not loader.persistent_workers:
+            remedy = "set persistent_workers=True in its DataLoader"
+            most = f"starting {loader.num_workers} workers: {remedy}"
+    elif loader is not None and loader.num_workers:
+        most = f"waiting for its {loader.num_workers} DataLoader workers: use more of them"
+    elif loader is not None:
+        most = "waiting for data: give its DataLoader workers"
+    return f" Most of it is {most}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,23 +15,25 @@ if TYPE_CHECKING:
 
     from lightning_perf.diagnosis.stats import Numbers
 
-#: The minimum growth of memory: bytes, and share of its level.
-_GROWTH_BYTES, _GROWTH_SHARE = 100e6, 0.10
 #: Samples required for a trend, and the share of the run that is its warm-up.
 _FEWEST_SAMPLES, _WARMUP = 8, 0.2
 #: Growth that continues: the second half grows at this share of the whole run's rate.
 _CONTINUES = 0.4
-#: Memory that would be used up within this many seconds is critical.
-_SOON = 3600.0
-#: Waiting for batches below this share of the time is hidden by the workers.
-_HIDDEN = 0.02
-#: Percent of the time for which GPUs are throttled: for a verdict, and for a critical one.
-_THROTTLED, _MOSTLY = 10.0, 50.0
 #: Shares of the time: of computing while the host does nothing else, and of its waits for the GPU.
 _LAUNCHES, _WAITS = 0.7, 0.05
 
 
-def host_memory_growth(signals: Signals) -> Iterable[Verdict]:
+class Growth(NamedTuple):
+    """The growth of memory that is worth a verdict."""
+
+    least_bytes: float
+    #: Of its level.
+    share: float
+    #: Seconds until the memory is full that are critical.
+    soon: float
+
+
+def host_memory_growth(signals: Signals, least: Growth) -> Iterable[Verdict]:
     """The processes' memory grows without levelling off."""
     free = signals.average("system/free_memory", latest=True)
     times, sizes, recordings = _samples(signals, "memory/rss", 1.0)
@@ -42,19 +44,19 @@ def host_memory_growth(signals: Signals) -> Iterable[Verdict]:
     grown, earlier = np.diff(sizes), np.append(recordings[:1], recordings)[: len(sizes) - 1]
     grown[recordings[1:] > earlier] = 0.0
     sizes = sizes[:1] + np.append(0.0, np.cumsum(grown))[: len(sizes)]
-    yield from _growth("host-memory-growth", signals, times, sizes, free)
+    yield from _growth("host-memory-growth", signals, times, sizes, free, least)
 
 
-def device_memory_growth(signals: Signals) -> Iterable[Verdict]:
+def device_memory_growth(signals: Signals, least: Growth) -> Iterable[Verdict]:
     """The GPU's memory grows without levelling off."""
     if signals.setup.device == "cuda":
         free = min(signals.gpu_averages("gpu_free_memory", latest=True), default=None)
         times, sizes, _ = _samples(signals, "memory/current_allocated_mem", 1e9)
-        yield from _growth("device-memory-growth", signals, times, sizes, free)
+        yield from _growth("device-memory-growth", signals, times, sizes, free, least)
 
 
 def _growth(
-    code: str, signals: Signals, times: Numbers, sizes: Numbers, free: float | None
+    code: str, signals: Signals, times: Numbers, sizes: Numbers, free: float | None, least: Growth
 ) -> Iterable[Verdict]:
     """Memory in bytes that grows to the end, and the bytes left."""
     from scipy.stats import theilslopes  # robust to a few outliers
@@ -64,7 +66,7 @@ def _growth(
         raise Unknown(f"memory has {count} after the warm-up, and a trend needs {_FEWEST_SAMPLES}")
     whole, level = theilslopes(sizes, times), float(sizes[0])
     grown = float(whole.slope) * (times[-1] - times[0])
-    if whole.low_slope <= 0 or grown < _GROWTH_BYTES or grown < _GROWTH_SHARE * level:
+    if whole.low_slope <= 0 or grown < max(least.least_bytes, least.share * level):
         return
     half = len(sizes) // 2
     later = theilslopes(sizes[half:], times[half:])
@@ -84,7 +86,7 @@ def _growth(
     )
     if left is not None:
         advice += f" At this rate the memory is full in {duration(left)}."
-    severity = "critical" if left is not None and left < _SOON else "warning"
+    severity = "critical" if left is not None and left < least.soon else "warning"
     yield Verdict(code, severity, evidence=evidence, advice=advice)
 
 
@@ -102,15 +104,18 @@ def _samples(signals: Signals, column: str, unit: float) -> tuple[Numbers, Numbe
     return times[kept], sizes[kept], signals.recordings[kept]
 
 
-def cpu_saturated(signals: Signals) -> Iterable[Impact]:
-    """The training thread is ready to run while other threads use the CPUs."""
+def cpu_saturated(signals: Signals, hidden: float) -> Iterable[Impact]:
+    """The training thread is ready to run while other threads use the CPUs.
+
+    Workers hide the loading if waiting for batches takes less than the share ``hidden``.
+    """
     if WAITING not in signals.actions:
         raise Unknown("the kernel does not say how long a thread waits for a CPU")
     setup = signals.setup
     use, foreign = signals.average("system/cpu_util_simple"), signals.foreign
     workers = 0 if setup.loader is None else setup.loader.num_workers
     # Workers that training waits for are not too many.
-    fewer = ["DataLoader workers"] * (workers > 0 and signals.share(signals.waits) < _HIDDEN)
+    fewer = ["DataLoader workers"] * (workers > 0 and signals.share(signals.waits) < hidden)
     fewer += ["threads (torch.set_num_threads)"] * (setup.threads > 1)
     elsewhere = "run them elsewhere, or give this training CPUs of its own."
     reduce = f"Use fewer {', or fewer '.join(fewer)}."
@@ -145,14 +150,17 @@ def _gpu_idle(signals: Signals) -> float:
     return signals.gpu_idle
 
 
-def throttled(signals: Signals) -> Iterable[Verdict]:
-    """GPUs run below their clock because of heat or hardware; a power limit is the usual state."""
+def throttled(signals: Signals, percent: float, critical: float) -> Iterable[Verdict]:
+    """GPUs run below their clock because of heat or hardware; a power limit is the usual state.
+
+    For some percent of the time; for ``critical`` percent, the verdict is critical.
+    """
     if signals.setup.device != "cuda":
         return
     share = signals.gpu_average("gpu_throttled")
     if share is None:
         raise Unknown("NVML's throttle reasons were not sampled")
-    if share < _THROTTLED:
+    if share < percent:
         return
     kinds = ("power", "thermal", "hardware")
     power, thermal, hardware = (signals.gpu_average(f"gpu_throttled_{k}") or 0.0 for k in kinds)
@@ -165,8 +173,8 @@ def throttled(signals: Signals) -> Iterable[Verdict]:
     )  # fmt: skip
     faulty = max(share - power, thermal, hardware)
     severity, advice = "info", "GPUs reach their power limit, as is usual under full load."
-    if faulty >= _THROTTLED:
-        severity = "critical" if faulty >= _MOSTLY else "warning"
+    if faulty >= percent:
+        severity = "critical" if faulty >= critical else "warning"
         advice = (
             "GPUs are slowed down by heat, or by their hardware: check the cooling and the "
             "power supply, and nvidia-smi -q -d PERFORMANCE."
@@ -174,23 +182,26 @@ def throttled(signals: Signals) -> Iterable[Verdict]:
     yield Verdict("throttled", severity, evidence=evidence, advice=advice)
 
 
-def low_gpu_utilization(signals: Signals) -> Iterable[Impact]:
-    """The GPU is idle while the host computes, and no other rule explains it."""
+def low_gpu_utilization(signals: Signals, idle: float) -> Iterable[Impact]:
+    """The GPU is idle for a share of the time while the host computes, for no other reason."""
     advice = (
         "The GPU has work {busy:.0%} of the time: use a larger batch size, and a trace (PyTorch()) "
         "to see what the host does meanwhile."
     )
-    yield from _idling(signals, least=0.5, launches=False, advice=advice)
+    yield from _idling(signals, least=idle, launches=False, advice=advice)
 
 
-def launch_bound(signals: Signals) -> Iterable[Impact]:
-    """The host launches kernels in forward and backward more slowly than the GPU executes them."""
+def launch_bound(signals: Signals, idle: float) -> Iterable[Impact]:
+    """The host launches kernels in forward and backward more slowly than the GPU executes them.
+
+    The GPU is idle for a share of the time.
+    """
     compiler = "" if signals.setup.compiled else "torch.compile, "
     advice = (
         "Kernels are too small for the GPU, which has work {busy:.0%} of the time: use "
         f"{compiler}CUDA graphs or a larger batch size."
     )
-    yield from _idling(signals, least=0.3, launches=True, advice=advice)
+    yield from _idling(signals, least=idle, launches=True, advice=advice)
 
 
 def _idling(signals: Signals, least: float, launches: bool, advice: str) -> Iterable[Impact]:

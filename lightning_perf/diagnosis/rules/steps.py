@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.diagnosis.rules import (
-    LEAST,
-    Impact,
-    Verdict,
-    called,
-    without_none,
-)
+from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, called, without_none
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, IN_BATCHES, Signals, Unknown
 from lightning_perf.units import counted, duration
 
@@ -22,27 +16,21 @@ if TYPE_CHECKING:
 
     from lightning_perf.diagnosis.stats import Numbers
 
-#: Minimum share of the run, and seconds, of a warm-up for a warning; minimum ratio of the first
-#: step to the median.
-WARMUP, _WARMUP_SECONDS, _WARMUP_RATIO = 0.05, 0.4, 10.0
 #: Hooks that callbacks and modules run once before the first batch.
 _BEFORE = (".on_train_start", ".on_train_epoch_start")
 #: Stalls are further optimizer steps if the numbers of both differ by this share at most.
 _ALIKE = 0.2
-#: Compilations after the warm-up, and stalls, at least.
-_FEWEST_COMPILATIONS, _FEWEST_STALLS = 3, 3
 #: Stalls of which a larger share are adjacent are a series of slow batches.
 _CONTIGUOUS = 0.8
 #: The share of the collections' time from which on what they interrupt is the culprit.
 _ALMOST_ALL = 0.8
-#: Minimum ratio of the step times of a slowdown, and minimum steps on both sides.
-_SLOWER, _SUSTAINED = 1.10, 50
-#: The minimum share of the model's own work, and the MFU below which it may be faster.
-_COMPUTE, _LOW_MFU = 0.8, 0.4
 
 
-def warmup(signals: Signals) -> Iterable[Impact]:
-    """The first batch takes many times as long as the others, or what callbacks do before it."""
+def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iterable[Impact]:
+    """The first batch, with what callbacks do before it, takes ``ratio`` times the median.
+
+    And more than this by a share of the run, and by some seconds.
+    """
     first, wall = signals.first_step, float(signals.wall.sum())
     if first is None or not np.isfinite(signals.steps).any():
         raise Unknown("the first batch or the others were not timed")
@@ -57,7 +45,7 @@ def warmup(signals: Signals) -> Iterable[Impact]:
     # Waiting for a CPU meanwhile, beyond the usual wait, is not part of the warm-up.
     usually = signals.counts[:1] * signals.per_batch(signals.waiting)
     certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
-    if before + first < _WARMUP_RATIO * median or certain < max(WARMUP * wall, _WARMUP_SECONDS):
+    if before + first < ratio * median or certain < max(share * wall, seconds):
         return
     over = dict.fromkeys(IN_BATCHES, 0.0)
     if len(signals.windows) > (signals.start or 1):
@@ -85,12 +73,12 @@ def warmup(signals: Signals) -> Iterable[Impact]:
     )  # fmt: skip
 
 
-def recompile(signals: Signals) -> Iterable[Impact]:
-    """The module is compiled repeatedly after the warm-up."""
+def recompile(signals: Signals, fewest: float) -> Iterable[Impact]:
+    """The module is compiled some times after the warm-up."""
     rows = [row for row in signals.actions if row.stage == COMPILE]
     seconds, calls = signals.total(rows)
     times = float(signals.steady(calls).sum())
-    if times < _FEWEST_COMPILATIONS:
+    if times < fewest:
         return
     advice = (
         "The module was compiled again as the shapes or values of its inputs changed. Pad "
@@ -135,11 +123,11 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     )  # fmt: skip
 
 
-def periodic_stall(signals: Signals) -> Iterable[Impact]:
+def periodic_stall(signals: Signals, fewest: int) -> Iterable[Impact]:
     """Some batches take many times as long as the others, and no named event explains it."""
     stalls, excess = signals.stalls
     count = len(stalls.positions)
-    if count < _FEWEST_STALLS or np.mean(np.diff(stalls.positions) == 1) > _CONTIGUOUS:
+    if count < fewest or np.mean(np.diff(stalls.positions) == 1) > _CONTIGUOUS:
         return
     phase = signals.phase_of(excess)
     if phase in ("callbacks", "logging", "checkpoint"):
@@ -185,19 +173,22 @@ def _further_steps(signals: Signals, stalls: int) -> str:
     return ""
 
 
-def slowdown(signals: Signals) -> Iterable[Impact]:
-    """A change to longer batches, without stalls, unless they do more work from then on."""
+def slowdown(signals: Signals, ratio: float, sustained: int) -> Iterable[Impact]:
+    """A change to longer batches, without stalls, unless they do more work from then on.
+
+    Longer by a ratio, with a number of batches before and after.
+    """
     steps = signals.within_epochs
     measured = np.flatnonzero(np.isfinite(steps))
-    if len(measured) < 2 * _SUSTAINED:
+    if len(measured) < 2 * sustained:
         batches = counted(len(measured), "measured batch")
-        raise Unknown(f"{batches}, and a slowdown needs {2 * _SUSTAINED}")
-    change = stats.change_point(steps[measured], _SLOWER, _SUSTAINED)
+        raise Unknown(f"{batches}, and a slowdown needs {2 * sustained}")
+    change = stats.change_point(steps[measured], ratio, sustained)
     if change is None:
         return
     # If steps became slower gradually, the first quarter is the original level.
     early = float(np.median(steps[measured[: max(change.start // 4, stats.FEWEST_STEPS)]]))
-    gradual = early * _SLOWER**0.5 < change.before
+    gradual = early * ratio**0.5 < change.before
     before, after = min(early, change.before), change.after
     at = int(measured[change.start]) + signals.dropped  # of this process
     window = int(np.searchsorted(np.cumsum(signals.counts), at, side="right"))
@@ -283,13 +274,13 @@ def _growth(signals: Signals, seconds: Numbers, window: int) -> float:
     return 0.0
 
 
-def compute_bound(signals: Signals) -> Iterable[Verdict]:
-    """The model's own work takes most of the time, at a low MFU, with free CPUs."""
+def compute_bound(signals: Signals, share: float, low_mfu: float) -> Iterable[Verdict]:
+    """The model's own work takes a share of the time, at a low MFU, with free CPUs."""
     if signals.mfu is None:
         raise Unknown("the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted")
-    share = sum(signals.share(signals.category(name)) for name in COMPUTE)
-    share -= signals.share(signals.waiting)
-    if share < _COMPUTE or signals.mfu >= _LOW_MFU:
+    own = sum(signals.share(signals.category(name)) for name in COMPUTE)
+    own -= signals.share(signals.waiting)
+    if own < share or signals.mfu >= low_mfu:
         return
     setup, phase = signals.setup, max(COMPUTE, key=signals.typical)
     tips = ["fused=True in the optimizer"] if phase == "optimizer_step" else []
@@ -299,11 +290,11 @@ def compute_bound(signals: Signals) -> Iterable[Verdict]:
         tips.append("torch.compile")
     tips.append("a larger batch size")
     advice = (
-        f"The model's own work takes {share:.0%} of the time, {phase} most, at {signals.mfu:.1%} "
+        f"The model's own work takes {own:.0%} of the time, {phase} most, at {signals.mfu:.1%} "
         f"of the hardware's peak. Try {' or '.join(tips)}. "
         'PyTorch(schedule="at 0.5dur for 3ba", with_stack=True) records which functions take it.'
     )
     yield Verdict(
         "compute-bound", "info", phase=phase, advice=advice,
-        evidence={"compute_share": share, "mfu_share": signals.mfu},
+        evidence={"compute_share": own, "mfu_share": signals.mfu},
     )  # fmt: skip
