@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.lifecycle_log import LifecycleLog
 from helpers.small import Records, Small, TwoOptimizers, trainer
+from helpers.windows import rows_of
 from lightning.pytorch.profilers import (
     AdvancedProfiler,
     PassThroughProfiler,
@@ -238,7 +239,7 @@ def test_a_profiler_set_during_training_is_kept(tmp_path: Path) -> None:
     assert run.profiler is mine
     assert "run_training_batch" in mine.recorded_durations
     # The next stage, validation, finds the new profiler.
-    assert timings.rows
+    assert rows_of(timings)
 
 
 def test_metrics_are_reduced_in_a_second_fit(
