@@ -18,7 +18,8 @@ class RemainingTime:
     Batches count at their recent pace. Validations count at the frequency and mean duration so far.
     The first one, which includes its warm-up, counts only until there is a second.
 
-    After a resume, the batches and validations before ``start`` do not affect the speed.
+    After a resume, the batches and validations before ``start`` do not affect the speed, but for
+    the validations until there is one in this run.
     """
 
     def __init__(self, limits: Limits, start: Timestamp, validations: int = 0) -> None:
@@ -77,6 +78,9 @@ class RemainingTime:
 
     def _validations_left(self, last_batch: float, spent: float) -> tuple[float, float]:
         """Return the number of remaining validations and the seconds per validation."""
+        if self._before and not self._validations:
+            so_far = (last_batch + _ALMOST) // (self._start.batch / self._before)
+            return so_far - self._before, spent / self._before
         measured = max(self._validations - 1, 1)
         every = (self._validated_at - self._since[0]) / measured
         if not every:
