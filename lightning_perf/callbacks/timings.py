@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis.rules.ranks import RecentWork, Straggler, lateness_table
 from lightning_perf.run.window_callback import WindowCallback
-from lightning_perf.run.window_log import WindowLog
+from lightning_perf.run.window_log import TIMES, WindowLog
 from lightning_perf.schedule import Schedule
 from lightning_perf.timing.totals import Share
 
@@ -35,7 +35,7 @@ class Timings(WindowCallback):
     forward, backward and optimizer step. Each is the mean over the batches since the last report.
     A category that has taken no time since the run began is left out; Determined's are always
     there in training.
-    Time after the last report of a run is in its files alone.
+    Time after the last report of a run is in its files, not in a second point of the same step.
     Stages other than training put their name in front (``validate/timings/forward``).
 
     With several ranks the values are means over ranks, with ``timings/NAME/{min,median,max}`` and
@@ -72,11 +72,14 @@ class Timings(WindowCallback):
         #: The rank or node that the others wait for, in the last windows.
         self.straggler: Straggler | None = None
         self._work = RecentWork()
+        # Seconds per batch, and batches, in the last report of the run's main stage.
+        self._last: dict[str, float] = {}
+        self._last_batches = 0
 
     @override
     def prepare(self, context: Run) -> None:
         self._log = self.straggler = None
-        self.table, self._work = [], RecentWork()
+        self.table, self._last, self._work = [], {}, RecentWork()
         if context.ranks.world_size > 1:
             self.columns = (*Timings.columns, "waits/*")
         super().prepare(context)
@@ -89,13 +92,27 @@ class Timings(WindowCallback):
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
+        main = self._log is not None and window.stage == self._log.stage
         if not window.batches:
+            if main and self._last:
+                self._complete(window)
             return None
         metrics = seconds_per_batch(window)
+        if main:
+            self._last, self._last_batches = metrics, window.batches
         if window.stage == "train" and window.world_size > 1:
             self.straggler, late = self._work.add(window)
             return metrics | late
         return metrics
+
+    def _complete(self, window: Window) -> None:
+        """The time after the last batch belongs to the last report."""
+        for column in TIMES:
+            seconds = window.mean(column) / self._last_batches
+            if each := self._last.get(column, 0.0) + seconds:
+                self._last[column] = each
+        prefix = "" if window.stage == "train" else f"{window.stage}/"
+        self.metrics |= {prefix + column: value for column, value in self._last.items()}
 
     @override
     def close(self, context: Run, reason: str) -> None:

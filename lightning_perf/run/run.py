@@ -96,6 +96,7 @@ class Run:
         self.exclude_from_batch_time = self.stages.exclude_from_batch_time
         self.log_from_worker, self.deliver = self.reporting.log_from_worker, self.reporting.deliver
         self.new_writer = self.reporting.new_writer
+        self.check_mfu = self.meter.peaks.warn_if_above_peak
         self._started = monotonic()
 
     # -- facts ------------------------------------------------------------------------------------
@@ -201,8 +202,6 @@ class Run:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
-        self.meter.peaks.warn_if_above_peak(metrics.get("throughput/device/mfu", 0.0))
-        self.meter.peaks.warn_if_above_peak(metrics.get("mfu", 0.0))
         compat.show_metrics(self.trainer, metrics)
         self.reporting.log(metrics, step)
 

@@ -200,5 +200,8 @@ class WindowCallback(PerfCallback):
         prefix = f"{window.stage}/" if self.prefixes_stage and window.stage != "train" else ""
         returned = self.on_window(window) or {}
         metrics = {prefix + key: float(value) for key, value in returned.items()}
+        if self.monitored and self._context is not None:
+            for key in ("mfu", "throughput/device/mfu"):
+                self._context.check_mfu(metrics.get(prefix + key, 0.0))
         self.metrics = self.metrics | metrics
         return metrics

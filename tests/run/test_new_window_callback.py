@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,13 @@ def test_invalid_metrics_are_reported(tmp_path: Path, returned: object, message:
     """The callback is switched off, and training continues."""
     with pytest.warns(PerfWarning, match=message):
         trainer(tmp_path, Returning(returned), logger=Records()).fit(Small())
+
+
+def test_a_metric_of_the_user_s_named_mfu_may_be_in_percent(tmp_path: Path) -> None:
+    """Only the MFU of our callbacks is compared with the peak."""
+    with warnings.catch_warnings(record=True) as caught:
+        trainer(tmp_path, Returning({"mfu": 45.0}), logger=Records()).fit(Small())
+    assert not [each for each in caught if issubclass(each.category, PerfWarning)]
 
 
 def test_a_callback_may_keep_its_windows_with_their_costs(tmp_path: Path) -> None:
