@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lightning_perf.background import Worker
 from lightning_perf.errors import describe, did_you_mean, without_credentials
 from lightning_perf.files import MOST_BYTES, files_below, limited, opened, walked
+from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import is_on_other_server, tracking_problem
-from lightning_perf.tracking.summary import FILE_NAME, RUNNING, SummaryError, read_summary
+from lightning_perf.tracking.summary import (
+    FILE_NAME,
+    RATES,
+    RUNNING,
+    VERSION,
+    SummaryError,
+    read_summary,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +43,8 @@ _MOST_COUNTED = 100
 SECONDS, _MOST_PAGES, _LEVELS, MOST_ENTRIES = 120.0, 100, 32, 20_000
 #: Bytes of memory with what a server answers: MLflow reads answers as a whole.
 MOST_MEMORY = 2 << 30
+#: Params among a run's that describe its set-up.
+_SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +253,7 @@ def _read(client: MlflowClient, run: Any) -> Run:
     # Whoever made the run may have named any server, which would get the user's password.
     elsewhere = is_on_other_server(run.info.artifact_uri or "", client.tracking_uri)
     paths = () if elsewhere else tuple(sorted(_paths(client, run.info.run_id)))
-    summary = _summary(client, run.info.run_id, paths)
+    summary = _summary(client, run.info.run_id, paths) or _from_metrics(client, run)
     root = without_credentials(run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
     return Run(
         f"{run.info.run_name or run.info.run_id} ({run.info.run_id})",
@@ -268,12 +278,41 @@ def _paths(client: MlflowClient, run_id: str) -> Iterator[str]:
                 waiting.append((entry.path, level + 1))
 
 
-def _summary(client: MlflowClient, run_id: str, paths: Sequence[str]) -> Summary:
-    """The summary among a run's artifacts, which it has since its end."""
+def _summary(client: MlflowClient, run_id: str, paths: Sequence[str]) -> Summary | None:
+    """The summary among a run's artifacts; None if there is none."""
     found = [path for path in paths if path.rpartition("/")[2] == FILE_NAME]
     if not found:
-        raise SummaryError(f"the run {run_id} has no {FILE_NAME}: it continues, or was killed")
+        return None
     with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
         with limited(MOST_BYTES):
             path = client.download_artifacts(run_id, found[-1], scratch)
         return read_summary(Path(path))
+
+
+def _from_metrics(client: MlflowClient, run: Any) -> Summary:
+    """The last report of a run that has not ended or was killed, from its metrics."""
+    metrics, run_id = run.data.metrics, run.info.run_id
+    rates = {rate: key for rate, (*_, key) in RATES.items() if key in metrics}
+    times = {name: key for name in CATEGORIES if (key := f"timings/{name}") in metrics}
+    windows = {}
+    for key in [*rates.values(), *times.values()][:1]:
+        step = max(point.step for point in client.get_metric_history(run_id, key))
+        windows["last_window"] = {
+            "first": step,
+            "last": step,
+            "batches": 1,  # times are per batch
+            "throughput": {rate: metrics[key] for rate, key in rates.items()},
+            "timings": {name: metrics[key] for name, key in times.items()},
+        }
+    prefix = "lightning_perf/"
+    params = {key.removeprefix(prefix): value for key, value in run.data.params.items()}
+    setup: dict[str, Any] = {key: params[key] for key in _SETUP if key in params}
+    with suppress(KeyError, ValueError):  # the user may have another value there
+        setup["peak_flops"] = float(setup.pop("peak_flops"))
+    return {
+        "version": VERSION,
+        "run": run.info.run_name or run_id,
+        "status": run.info.status.lower(),
+        "setup": setup,
+        "stages": {"train": windows} if windows else {},
+    }

@@ -37,14 +37,16 @@ _OURS = "<!-- lightning_perf -->"
 _MOST_CATEGORIES, _MOST_COSTS, _LEAST_COST = 5, 3, 0.01
 #: The share of our own callbacks above which fewer reports are advised.
 _COSTLY = 0.02
-#: Entries of ``throughput`` that the views show: name, format and divisor.
+#: Entries of ``throughput`` that the views show: name, format, divisor and metric.
 RATES = {
-    "mfu": ("MFU", "{:.3g}%", 0.01),
-    "batches_per_sec": ("batches/s", "{:,.2f}", 1.0),
-    "samples_per_sec": ("samples/s", "{:,.1f}", 1.0),
-    "tokens_per_sec": ("tokens/s", "{:,.0f}", 1.0),
-    "flops_per_sec_per_device": ("TFLOP/s per device", "{:.3g}", 1e12),
-}
+    "mfu": ("MFU", "{:.3g}%", 0.01, "throughput/device/mfu"),
+    "batches_per_sec": ("batches/s", "{:,.2f}", 1.0, "throughput/batches_per_sec"),
+    "samples_per_sec": ("samples/s", "{:,.1f}", 1.0, "throughput/samples_per_sec"),
+    "tokens_per_sec": ("tokens/s", "{:,.0f}", 1.0, "throughput/tokens_per_sec"),
+    "flops_per_sec_per_device": (
+        "TFLOP/s per device", "{:.3g}", 1e12, "throughput/device/flops_per_sec",
+    ),
+}  # fmt: skip
 
 
 class SummaryError(LookupError):
@@ -185,7 +187,7 @@ def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
     spans = [("whole run", whole)] if whole else []
     spans += [("last window", last)] if last else []
     figures: list[_Row] = [("", *(f"{name}\n{_steps(window)}" for name, window in spans))]
-    for key, (name, text, unit) in RATES.items():
+    for key, (name, text, unit, _) in RATES.items():
         values = [window.get("throughput", {}).get(key) for _, window in spans]
         if any(value is not None for value in values):
             cells = ("" if each is None else text.format(each / unit) for each in values)
@@ -300,7 +302,7 @@ def headline(summary: Summary, window: str = "whole_run") -> str:
     """The run in one line, MFU first; empty if no rate is known."""
     found = (main_stage(summary)[1].get(window) or {}).get("throughput", {})
     parts = []
-    for key, (name, text, unit) in RATES.items():
+    for key, (name, text, unit, _) in RATES.items():
         if key in found:
             value = text.format(found[key] / unit)
             parts.append(f"{name} {value}" if key == "mfu" else f"{value} {name}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -165,12 +164,6 @@ def test_every_configuration_works_in_the_environment_variable(
     assert kinds
 
 
-def add_summary(client: MlflowClient, run_id: str, status: str, **stage: Any) -> None:
-    """Give a run of MLflow its summary."""
-    content = {"version": 1, "run": "owl", "status": status, "stages": {"train": stage}}
-    client.log_text(run_id, json.dumps(content), "summary.json")
-
-
 @pytest.mark.parametrize("columns", ["20", "80", "300"])
 def test_the_report_wraps_no_path(
     mlflow_database: str,
@@ -188,7 +181,7 @@ def test_the_report_wraps_no_path(
     for name in reversed(names):
         (tmp_path / name).touch()
         client.log_artifact(run.run_id, str(tmp_path / name), f"{'deep/' * 9}torch_traces")
-    add_summary(client, run.run_id, "failed")
+    client.set_terminated(run.run_id, "FAILED")
     _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
     printed = out.splitlines()
     assert printed[0] == f"[red]owl[/] :smile: ({run.run_id})"
@@ -218,7 +211,6 @@ def test_the_report_lists_traces_and_pages(
     for name in ("report.html", "other.png"):
         (tmp_path / name).touch()
         client.log_artifact(run.run_id, str(tmp_path / name), "owl")
-    add_summary(client, run.run_id, "finished")
     _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
     printed = out.splitlines()
     traces = next(n for n, line in enumerate(printed) if line.startswith("Traces"))
@@ -241,14 +233,15 @@ def test_the_report_shows_the_time_by_category(
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment("times"), run_name="owl").info
     spent = {"forward": 0.2, "backward": 0.5, "logging": 0.1, "checkpoint": 0.09, "other": 0.06}
-    window = {"first": 0, "last": 0, "batches": 1, "timings": {**spent, "callbacks": 0.05}}
-    add_summary(client, run.run_id, "finished", whole_run=window)
+    for name, seconds in {**spent, "callbacks": 0.05, "train_batch": 9.0}.items():
+        client.log_metric(run.run_id, f"timings/{name}", seconds)
     _, out, _ = call(capsys, "report", run.run_id, "--tracking_uri", mlflow_database)
     printed = out
     rows = [line for line in printed.splitlines() if "%" in line and "per batch" in line]
     shares = [row.split("%")[0].split()[-1] for row in rows]
     assert shares == ["50.0", "20.0", "10.0", "9.0", "6.0"]
     assert re.search(r"backward +│ +50.0%  500 ms per batch", printed)
+    assert "train_batch" not in printed
 
 
 EVERY = {"class_path": "lightning_perf.Every", "init_args": {"interval": "100ms"}}

@@ -73,23 +73,25 @@ def test_a_step_has_one_point_and_validation_counts_once(
     assert (last["first"], last["last"], last["timings"]["validation"]) == (12, 15, 0.0)
 
 
-def add_run(client: MlflowClient, experiment: str, **more: Any) -> str:
-    """A run of MLflow that has a summary; returns its id."""
-    run: str = client.create_run(experiment, **more).info.run_id
-    content = {"version": 1, "run": "owl", "status": "finished", "stages": {"train": {}}}
-    client.log_text(run, json.dumps(content), "summary.json")
-    return run
-
-
-def test_a_run_without_a_summary_is_an_error(
-    mlflow_database: str, capsys: pytest.CaptureFixture[str]
+def test_a_run_without_a_summary_is_read_from_its_metrics(
+    mlflow_database: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run has its summary from its end on."""
+    """Its last report is shown."""
+    monkeypatch.setenv("COLUMNS", "200")
     client = MlflowClient(mlflow_database)
     run = client.create_run(client.create_experiment("cut off")).info.run_id
-    code, _, err = call(capsys, "report", run, "--tracking_uri", mlflow_database)
-    assert code == 2
-    assert f"the run {run} has no summary.json: it continues, or was killed" in err
+    for step, validation in ((9, 0.0), (19, 1.0), (24, 4.0)):
+        client.log_metric(run, "timings/forward", 1.0, step=step)
+        client.log_metric(run, "timings/validation", validation, step=step)
+    _, lines, _ = report(capsys, run, "--tracking_uri", mlflow_database)
+    assert lines[-6:] == [
+        "last window",
+        "step 24",
+        "all time, with │ 5.00 s per batch",
+        "start and end",
+        "validation │ 80.0% 4.00 s per batch",
+        "forward │ 20.0% 1.00 s per batch",
+    ]
 
 
 def test_database_options_are_not_part_of_its_path(
@@ -97,7 +99,7 @@ def test_database_options_are_not_part_of_its_path(
 ) -> None:
     """In SQLAlchemy they follow a question mark."""
     client = MlflowClient(mlflow_database)
-    run = add_run(client, client.create_experiment("options"))
+    run = client.create_run(client.create_experiment("options")).info.run_id
     code, _, err = report(capsys, run, "--tracking_uri", f"{mlflow_database}?timeout=30")
     assert (code, err) == (0, "")
 
@@ -108,7 +110,7 @@ def test_a_quote_in_a_name_is_part_of_it(
     """A run named "its" is not found as "it's"."""
     client = MlflowClient(mlflow_database)
     experiment = client.create_experiment("quotes")
-    wanted = add_run(client, experiment, run_name="it's")
+    wanted = client.create_run(experiment, run_name="it's").info.run_id
     client.create_run(experiment, run_name="its")
     assert call(capsys, "report", "it's", "--tracking_uri", mlflow_database)[1].startswith(
         f"it's ({wanted})"
@@ -120,7 +122,7 @@ def test_a_run_is_found_among_many_experiments(
 ) -> None:
     """MLflow returns experiments in pages of 1,000: here of two, with the run on the last page."""
     client = MlflowClient(mlflow_database)
-    run = add_run(client, client.create_experiment("first"), run_name="owl")
+    run = client.create_run(client.create_experiment("first"), run_name="owl").info.run_id
     for number in range(4):
         client.create_experiment(f"later {number}")
     paged = partialmethod(MlflowClient.search_experiments, max_results=2)
@@ -128,6 +130,17 @@ def test_a_run_is_found_among_many_experiments(
     code, out, _ = call(capsys, "report", "owl", "--tracking_uri", mlflow_database)
     assert code == 0
     assert run in out
+
+
+def test_a_run_with_the_rates_of_another_tool_is_read(
+    mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With tokens per second but no batches per second, the step is computed from the tokens."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("other tool")).info.run_id
+    client.log_metric(run, "throughput/tokens_per_sec", 500.0, step=7)
+    code, lines, _ = report(capsys, run, "--tracking_uri", mlflow_database)
+    assert (code, lines[-3:]) == (0, ["last window", "step 7", "tokens/s │ 500"])
 
 
 def test_the_report_shows_no_password(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +248,7 @@ def test_a_file_of_another_tool_is_not_a_run(
     address = f"sqlite:///{in_tmp}/own.db"  # without the runs of other tests, which may be later
     monkeypatch.setattr(lightning_perf.tracking.runs, "default_tracking_uri", lambda: address)
     client = MlflowClient(address)
-    run = add_run(client, client.create_experiment("another tool"), run_name="mine")
+    run = client.create_run(client.create_experiment("another tool"), run_name="mine").info.run_id
     client.set_terminated(run)
     (in_tmp / "results").mkdir()
     (in_tmp / "results" / "summary.json").write_text('{"accuracy": 0.9}')
@@ -253,7 +266,7 @@ def test_a_name_of_several_runs_gives_the_latest_and_says_so(
     """In folders and in MLflow. A path means one folder, and an address MLflow."""
     client = MlflowClient(default_database)
     experiment = client.create_experiment("several")
-    runs = [add_run(client, experiment, run_name="bat", start_time=n) for n in (1, 2, 3)]
+    runs = [client.create_run(experiment, run_name="bat", start_time=n) for n in (1, 2, 3)]
     for number, name in enumerate(("bat", "bat-1f")):
         path = written(in_tmp / name, "bat") / "summary.json"
         os.utime(path, (1e9 + number, 1e9 + number))
@@ -266,7 +279,7 @@ def test_a_name_of_several_runs_gives_the_latest_and_says_so(
         assert out.startswith(title)
         assert (note or "runs have") in out if note else "runs have" not in out
     out = call(capsys, "report", "bat", "--tracking-uri", default_database)[1]
-    assert out.startswith(f"bat ({runs[-1]})")
+    assert out.startswith(f"bat ({runs[-1].info.run_id})")
     assert "3 runs have this name" in out
     code, _, err = call(capsys, "report", "bat", "--tracking-uri", "sqlite:///none.db")
     assert (code, "none.db" in err) == (2, True)
