@@ -15,7 +15,7 @@ from helpers.pages import loaded_from_elsewhere
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import Fixed, Memray, PyTorch, VizTracer, always_on
-from lightning_perf.charts import Areas, Heading, Layer, Table, page
+from lightning_perf.charts import FlameGraph, Heading, Table, fold, page
 
 SECRET = "hunter2-correct-horse"
 
@@ -94,29 +94,13 @@ def test_files_and_folders_have_the_modes_of_the_users_umask(left: Path) -> None
 HOSTILE = "<img src=x onerror=alert(1)></title><script>alert(1)</script>\"'"
 
 
-def areas(name: str) -> Areas:
-    """A chart of one window, all of whose texts are this name."""
-    return Areas(
-        edges=[0.0, 1.0],
-        windows=[name],
-        layers=[Layer(name, "#0061bc", [1.0], 1.0, 1.0)],
-        top=1.0,
-        unit=lambda value: (1.0, name),
-        text=lambda value: name,
-        x_ticks=[(0.0, name)],
-        x_label=name,
-        y_label=name,
-        legend=(name, name, name),
-        summary=name,
-    )
-
-
 def test_pages_escape_what_comes_from_users() -> None:
-    """Names in headings, tables and charts are text."""
-    chart = areas(HOSTILE)
-    text = page(HOSTILE, [HOSTILE, Heading(HOSTILE), Table([HOSTILE], [[HOSTILE]]), chart])
+    """Names in headings, tables and flame graphs are text."""
+    graph = FlameGraph(fold([([HOSTILE], 3)]), HOSTILE)
+    text = page(HOSTILE, [HOSTILE, Heading(HOSTILE), Table([HOSTILE], [[HOSTILE]]), graph])
     assert text.count("<script>") == 1
     assert "<img" not in text
+    assert "<script>alert" not in graph.svg(alone=True)
     assert loaded_from_elsewhere(text) == []
 
 
@@ -124,7 +108,7 @@ def test_pages_escape_what_comes_from_users() -> None:
 @needs_browser
 def test_a_page_runs_only_its_own_script_and_loads_nothing(tmp_path: Path) -> None:
     """Chromium blocks injected scripts, images and requests."""
-    inner = page("A page", [areas("a layer")])
+    inner = page("A page", [FlameGraph(fold([(["a", "b"], 3), (["c"], 5)]), "Frames")])
     assert re.search(r"Content-Security-Policy[^>]*default-src 'none'", inner)
     source = json.dumps(inner).replace("</", "<\\/")
     outer = """<iframe id="page"></iframe><script>
@@ -132,9 +116,9 @@ def test_a_page_runs_only_its_own_script_and_loads_nothing(tmp_path: Path) -> No
     let ran = "no", own = "";
     window.run = () => { ran = "yes"; };
     frame.onload = () => {
-      const inside = frame.contentDocument, canvas = inside.querySelector(".canvas");
-      canvas.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
-      own = inside.querySelector(".tip").textContent.includes("a layer") ? "shown" : "not shown";
+      const inside = frame.contentDocument, graph = [...inside.querySelectorAll("svg.flame svg")];
+      graph[1].dispatchEvent(new MouseEvent("click"));
+      own = graph[1].getAttribute("width") == "100%" ? "zoomed" : "not zoomed";
       inside.addEventListener("securitypolicyviolation", event => {
         if (blocked.push(event.effectiveDirective) < 3) return;
         fetch("/", {method: "POST", body: [own, ran, ...blocked.sort()].join(" ")});
@@ -148,4 +132,4 @@ def test_a_page_runs_only_its_own_script_and_loads_nothing(tmp_path: Path) -> No
     frame.srcdoc = SOURCE;
     </script>"""
     said = text_from_browser(outer.replace("SOURCE", source), tmp_path)
-    assert said == "shown no connect-src img-src script-src-elem"
+    assert said == "zoomed no connect-src img-src script-src-elem"

@@ -346,7 +346,7 @@ def snapshots(bench: Bench) -> Iterator[Row]:
                 yield Row(f"{what}: the error reached the user", False)
             except torch.OutOfMemoryError:
                 yield Row(f"{what}: the error reached the user", True)
-            yield from _pages(bench, 2, what)
+            yield from _pages(bench, 5, what)
 
 
 def _pages(bench: Bench, number: int, what: str) -> Iterator[Row]:
@@ -356,7 +356,7 @@ def _pages(bench: Bench, number: int, what: str) -> Iterator[Row]:
     found = [*folder.rglob("memory_snapshots/*")]
     names = ", ".join(sorted(path.name for path in found))
     yield Row(f"{what}: {number} files", len(found) == number, note=names)
-    texts = [path.read_text() for path in found if path.suffix == ".html"]
+    texts = [path.read_text() for path in found if path.suffix in (".html", ".svg")]
     offline = bool(texts) and not any(map(loaded_from_elsewhere, texts))
     yield Row(f"{what}: pages open without a network", offline)
 

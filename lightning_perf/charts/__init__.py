@@ -1,4 +1,4 @@
-"""Charts: stacked areas and tables as HTML pages.
+"""Charts: stacked areas, flame graphs and tables as HTML pages and SVG.
 
 All pages share one template, colours and number formats, load nothing, also in MLflow's sandboxed
 frame, and follow the browser's light or dark mode. jinja2 is imported when something is
@@ -8,17 +8,18 @@ drawn.
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from itertools import groupby
 from math import ceil, floor, log10
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import quote
+from zlib import crc32
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from jinja2 import Template
 
@@ -177,20 +178,100 @@ class Links:
         return [(name, f"./{quote(path)}") for name, path in self.files]
 
 
+# -- flame graphs: in a page, or as files that any browser opens without a network ----------------
+
+#: Frames with a smaller share of the picture are left out.
+_SMALLEST_SHARE = 0.0003
+
+
+@dataclass(slots=True)
+class Frame:
+    """A function on a stack: its value includes those of the functions that it calls."""
+
+    value: int = 0
+    calls: dict[str, Frame] = field(default_factory=dict)
+
+
+def fold(stacks: Iterable[tuple[list[str], int]]) -> Frame:
+    """Merge stacks (function names from the outermost on, and a value) into one tree."""
+    root = Frame()
+    for names, value in stacks:
+        node = root
+        node.value += value
+        for name in names:
+            node = node.calls.setdefault(name, Frame())
+            node.value += value
+    return root
+
+
+def read_folded(text: str) -> Iterator[tuple[list[str], int]]:
+    """Parse stacks in the folded format: one per line, ``outer;inner 42``."""
+    for line in text.splitlines():
+        names, _, value = line.rpartition(" ")
+        yield names.split(";"), int(value)
+
+
+@dataclass(frozen=True, slots=True)
+class FlameGraph:
+    """A tree of frames, drawn with widths proportional to values; a click zooms in on a frame."""
+
+    root: Frame
+    title: str
+    #: Formats a value with its unit.
+    text: Callable[[int], str] = str
+
+    def svg(self, alone: bool = False) -> str:
+        """The picture, as part of a page or as a file of its own."""
+        return template("flame.svg.jinja").render(
+            title=f"{self.title}: {self.text(self.root.value)}",
+            frames=list(self._boxes()),
+            alone=alone,
+            style=_asset("flame.css"),
+            script=_asset("flame.js"),
+        )
+
+    def _boxes(self) -> Iterator[_Box]:
+        """The frames that are large enough to see, callers first."""
+        whole = max(self.root.value, 1)
+        waiting = [("all", self.root, 0, 0.0)]
+        while waiting:
+            name, node, depth, left = waiting.pop()
+            hue = crc32(name.encode(errors="replace")) % 55
+            yield _Box(name, self.text(node.value), depth, left, node.value / whole, hue)
+            calls = sorted(node.calls.items(), key=lambda item: (-item[1].value, item[0]))
+            for called, frame in calls:
+                share = frame.value / whole
+                if share >= _SMALLEST_SHARE:
+                    waiting.append((called, frame, depth + 1, left))
+                left += share
+
+
+class _Box(NamedTuple):
+    """A frame of a picture; its left edge and its width are shares of the picture's."""
+
+    name: str
+    value: str
+    depth: int
+    left: float
+    share: float
+    hue: int
+
+
 # -- pages ----------------------------------------------------------------------------------------
 
-Part: TypeAlias = "str | Heading | Areas | Table | Links"
+Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | Links"
 
 
 def page(title: str, parts: Iterable[Part]) -> str:
     """A page with a headline and its parts from top to bottom; a string is a paragraph."""
     named = [(type(part).__name__, part) for part in parts]
-    script = _asset("page.js")
+    script = _asset("page.js") + _asset("flame.js")
     # The page's policy allows this script alone: no text on the page can run as code.
     digest = b64encode(sha256(script.encode()).digest()).decode()
     return template().render(
         title=title,
         parts=named,
+        flame_style=_asset("flame.css"),
         script=script,
         script_hash=f"sha256-{digest}",
     )
@@ -202,10 +283,10 @@ def _asset(name: str) -> str:
 
 
 @cache
-def template() -> Template:
-    """The template of pages; the first call imports jinja2, which takes some 50 ms."""
+def template(name: str = "page.html.jinja") -> Template:
+    """A template of this package; the first call imports jinja2, which takes some 50 ms."""
     from jinja2 import Environment
 
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["percent"] = lambda share, digits=1: f"{share:.{digits}%}"
-    return environment.from_string(_asset("page.html.jinja"))
+    return environment.from_string(_asset(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
+from torch.cuda import _memory_viz
 from typing_extensions import override
 
+from lightning_perf.charts import FlameGraph, fold, read_folded
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import warn
+from lightning_perf.files import write_text
 from lightning_perf.profilers.base import Names, Profiler, Recorded, Recording
 from lightning_perf.profilers.tools import run_program
 from lightning_perf.schedule import Schedule
+from lightning_perf.units import bytes_text
 
 if TYPE_CHECKING:
     from lightning_perf.run.run import Run
@@ -49,13 +53,14 @@ class MemorySnapshot(Profiler):
     The arguments that are not described here are those of every profiler; see ``Profiler``. An
     out-of-memory error that ends the run closes the open window, so that the file
     has the history of the error. Without an open window, a snapshot of that moment is saved; use
-    the schedule ``"always"`` to have the history, too. Without CUDA there is one warning and
-    nothing is recorded.
+    the schedule ``"always"`` to have the history, too. Either way there are five files: the pickle,
+    its page, a plot of the allocator's segments, and flame graphs of all memory and of each
+    segment. Without CUDA there is one warning and nothing is recorded.
 
     Args:
         compress: Whether the pickle is gzipped; viewers read it after ``gunzip``.
-        html: Whether to write a page beside each pickle: memory over time by source line, and the
-            stacks that allocated the most at the peak. It works offline.
+        html: Whether to write a page beside each pickle: memory over time by source line, and a
+            flame graph of the peak. Pages and flame graphs work offline.
         max_entries: Maximum number of allocations and frees per window; the last ones are kept.
 
     Raises:
@@ -100,7 +105,11 @@ class MemorySnapshot(Profiler):
     @property
     @override
     def further_files(self) -> Mapping[str, Names]:
-        return {"page": self.beside(".html")} if self.html else {}
+        return {
+            name: self.beside(suffix)
+            for name, (suffix, _) in _FURTHER.items()
+            if self.html or suffix.endswith(".svg")
+        }
 
     @override
     def prepare(self, context: Run) -> None:
@@ -147,8 +156,8 @@ class MemorySnapshot(Profiler):
     def _dump(self, path: Path) -> Recorded:
         snapshot = (self._ran_out and self._oom) or torch.cuda.memory._snapshot()
         path.write_bytes(pickle.dumps(snapshot))
-        draw = partial(run_program, "history", path)
-        return Recorded(further=dict.fromkeys(self.further_files, draw))
+        names = [name for name in self.further_files if self._ran_out or name == "page"]
+        return Recorded(further={name: partial(_FURTHER[name][1], path) for name in names})
 
 
 def has_cuda() -> bool:
@@ -159,3 +168,23 @@ def has_cuda() -> bool:
 @cache
 def _warn_once() -> None:
     warn("MemorySnapshot records nothing: there is no CUDA device here.")
+
+
+def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:
+    def draw(folded: str) -> str:
+        return FlameGraph(fold(read_folded(folded)), title, bytes_text).svg(alone=True)
+
+    snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
+    # PyTorch's own page downloads a script.
+    write_text(picture, stacks_of(snapshot, format_flamegraph=draw))
+
+
+_segments = partial(_flames, "Contents of each segment", _memory_viz.segments)
+_memory = partial(_flames, "Memory in use", _memory_viz.memory)
+#: Files made from a snapshot; all except the page only after an out-of-memory error.
+_FURTHER: Mapping[str, tuple[str, Callable[[Path, Path], object]]] = {
+    "page": (".html", partial(run_program, "history")),
+    "segment_plot": ("_segment_plot.html", partial(run_program, "segments")),
+    "segment_flamegraph": ("_segment_flamegraph.svg", _segments),
+    "memory_flamegraph": ("_memory_flamegraph.svg", _memory),
+}

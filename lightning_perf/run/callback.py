@@ -11,6 +11,7 @@ from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_crede
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext, current_run
 from lightning_perf.run.hooks import FirstHooks, LastHooks, restore_unused, skip_unused
+from lightning_perf.schedule import walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -127,14 +128,10 @@ class PerfCallback(Callback):
         """Switch this callback off for the rest of this run."""
         # Warnings that the user turned into errors must not stop training either.
         with suppress(Exception):
-            # Authors of a callback write `on_window`, which `receive` calls.
-            failed = "on_window" if method == "receive" else method
-            ours = type(self).__module__.startswith("lightning_perf.")
-            known = isinstance(error, OSError | ConfigError) or not ours
+            failed, advice = _explained(self, method, error)
             warn(
                 f"{type(self).__name__} is off for the rest of this run: {failed} failed "
-                f"({type(error).__name__}: {error}). Training continues."
-                f"{'' if known else ' Please report this.'}"
+                f"({type(error).__name__}: {error}). Training continues.{advice}"
             )
         self.disabled = True
         with suppress(Exception):
@@ -260,9 +257,28 @@ class PerfCallback(Callback):
             self.detach()
 
 
+def _is_ours(value: object) -> bool:
+    """Whether the class of an object is this package's."""
+    return type(value).__module__.startswith("lightning_perf.")
+
+
 def _progress_in(state: object) -> Any:
     """The progress in the state of a callback; None if there is none."""
     return state.get("progress") if isinstance(state, dict) else None
+
+
+def _explained(callback: PerfCallback, method: str, error: Exception) -> tuple[str, str]:
+    """The method that failed, and what to do about it."""
+    # Authors of a callback write `on_window`, which `receive` calls.
+    failed = "on_window" if method == "receive" else method
+    if isinstance(error, OSError | ConfigError) or not _is_ours(callback):
+        return failed, ""
+    schedule = getattr(callback, "schedule", None)
+    parts = () if schedule is None else walk(schedule)
+    if own := ", ".join(type(part).__name__ for part in parts if not _is_ours(part)):
+        wanted = "window() returns a hashable value or None, quiet_until() a number"
+        return failed, f" Check {own}: {wanted}."
+    return failed, " Please report this."
 
 
 def _readable(value: object) -> object:

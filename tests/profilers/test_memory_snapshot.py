@@ -33,7 +33,13 @@ from lightning_perf import (
 )
 from lightning_perf.profilers import memory_snapshot
 
-AT_THE_END = ["rank0.3.html", "rank0.3.pickle"]
+AT_THE_END = [
+    "rank0.3.html",
+    "rank0.3.pickle",
+    "rank0.3_memory_flamegraph.svg",
+    "rank0.3_segment_flamegraph.svg",
+    "rank0.3_segment_plot.html",
+]
 
 
 @pytest.fixture
@@ -104,15 +110,23 @@ def test_an_out_of_memory_error_leaves_a_snapshot(
 
 
 @pytest.mark.parametrize("schedule", [Always(), Never()], ids=str)
-def test_an_out_of_memory_error_leaves_a_page(
+def test_an_out_of_memory_error_leaves_five_files(
     tmp_path: Path, allocator: Allocator, schedule: Any
 ) -> None:
-    """It is beside the pickle and works offline, with and without an open window."""
+    """The five files of the reference are written; all pages work offline."""
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, MemorySnapshot(schedule=schedule), OutOfMemory())
     assert files(tmp_path) == AT_THE_END
-    page = tmp_path / "records-version_0" / "memory_snapshots" / "rank0.3.html"
-    assert loaded_from_elsewhere(page.read_text()) == []
+    folder = tmp_path / "records-version_0" / "memory_snapshots"
+    plot = (folder / "rank0.3_segment_plot.html").read_text()
+    assert "1 segment of 4.0 MiB, 3.0 MiB in use" in plot
+    for name in AT_THE_END:
+        if not name.endswith(".pickle"):
+            assert loaded_from_elsewhere((folder / name).read_text()) == [], name
+    memory = (folder / "rank0.3_memory_flamegraph.svg").read_text()
+    assert "train.py:7:forward (3.0 MiB, 75.0%)" in memory
+    assert "seg_256" not in memory
+    assert "seg_256 (4.0 MiB, 100.0%)" in (folder / "rank0.3_segment_flamegraph.svg").read_text()
 
 
 def test_a_snapshot_that_cannot_be_written_ends_the_run_normally(
@@ -132,6 +146,13 @@ def test_a_snapshot_that_cannot_be_written_ends_the_run_normally(
         fit(tmp_path, profiler, OutOfMemory())
     assert profiler not in memory_snapshot._watching
     assert profiler._oom is None
+
+
+def test_html_false_keeps_the_flame_graphs(tmp_path: Path, allocator: Allocator) -> None:
+    """html=False leaves out the pages only."""
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(tmp_path, MemorySnapshot(schedule=Never(), html=False), OutOfMemory())
+    assert files(tmp_path) == [name for name in AT_THE_END if not name.endswith(".html")]
 
 
 def test_the_snapshot_is_of_the_failed_allocation(tmp_path: Path, allocator: Allocator) -> None:
@@ -271,7 +292,5 @@ def test_snapshot_of_a_failed_allocation_on_a_device(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         fit(tmp_path, MemorySnapshot(schedule=Always()), Greedy(), accelerator="gpu")
     folder = tmp_path / "records-version_0" / "memory_snapshots"
-    segments = pickle.loads((folder / "rank0.3.pickle").read_bytes())["segments"]
-    blocks = [block for segment in segments for block in segment["blocks"]]
-    named = {(frame["name"], block["size"]) for block in blocks for frame in block["frames"]}
-    assert ("hoard", 64 * MIB) in named
+    graph = (folder / "rank0.3_memory_flamegraph.svg").read_text()
+    assert ":hoard (64.0 MiB" in graph
