@@ -4,8 +4,8 @@ Batches with equal signatures cost the same FLOPs, unless the model chooses its 
 trains another network with each batch: some batches are counted again, and if these differ, the
 mean of more of them is used. For other shapes, the sizes that vary independently (samples, lengths,
 nodes, edges, pixels) are the variables of a polynomial, fitted by least squares. It is accepted
-only if it predicts all counts exactly, held-out ones too. Shapes that vary in a way that was not
-counted are not predicted.
+only if it predicts all counts within 0.1 %, held-out ones too. Shapes that vary in a way that was
+not counted are not predicted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from decimal import Decimal
 from enum import Enum
 from inspect import isroutine
 from itertools import product
+from math import isclose
 from numbers import Number
 from pathlib import PurePath
 from types import ModuleType
@@ -166,17 +167,18 @@ def _attributes(value: Any) -> dict[str, Any] | None:
 
 # The exponents of the variables.
 Monomial = tuple[int, ...]
-#: Whole numbers of any size, by point and monomial or bucket.
-Whole = NDArray[np.object_]
+Values = NDArray[np.float64]
 
-_FEWEST, _EVERY = 8, 4
+#: Each fourth count is held out.
+_HELD_OUT = 4
+#: The largest relative error of a prediction.
+_TOLERANCE = 1e-3
 # Counts required beyond the number of coefficients.
 _SURPLUS = 2
 _MOST_VARIABLES = 4
-#: Coefficients are multiples of one part of this number: halves, thirds ... tenths.
-_PARTS = 2520
-#: Each refinement adds some twelve decimal places to the coefficients.
-_REFINEMENTS = 3
+#: Relative size below which a combination of monomials did not vary, and the largest part of a
+#: batch's monomials that did not.
+_RANK, _ALIKE = 1e-9, 1e-6
 _KINDS = ("model", "hardware")
 
 
@@ -193,11 +195,11 @@ class FlopModel:
     _buckets: Sequence[tuple[str, str]]
     _tracked_operations: int
     _basis: Sequence[Monomial]
-    #: Indexes of the monomials that varied independently.
-    _independent: Sequence[int]
-    #: By independent monomial: of the FLOPs of each bucket, then of all monomials, which must
-    #: depend on these as they did in the counted batches.
-    _coefficients: Whole
+    #: The largest counted value of each monomial, by which they are divided.
+    _scale: Values
+    #: By monomial: of the FLOPs of each bucket, then of all monomials, which are reproduced only
+    #: for a combination of the counted batches.
+    _coefficients: Values
 
     def predict(self, signature: Signature) -> Counts | None:
         """Return the FLOPs of a batch, with the operation count of a counted one.
@@ -210,30 +212,26 @@ class FlopModel:
         moved = [size - first for size, first in zip(sizes, self._origin, strict=True)]
         if any(moved[i] != moved[like] for i, like in enumerate(self._like)):
             return None
-        monomials = _monomials([_variables(sizes, self._like)], self._basis)
-        values = (monomials[:, self._independent] @ self._coefficients)[0]
-        flops = values[: len(self._buckets)]
-        # Otherwise the batch is no combination of the counted ones.
-        alike = (values[len(flops) :] == _PARTS * monomials[0]).all()
-        if not alike or any(flops % _PARTS) or any(flops < 0):
+        monomials = _monomials([_variables(sizes, self._like)], self._basis)[0] / self._scale
+        flops, alike = np.split(monomials @ self._coefficients, [len(self._buckets)])
+        flops = flops.round()
+        if any(flops < 0) or not np.allclose(alike, monomials, 0, _ALIKE * monomials.max()):
             return None
         kinds: dict[str, dict[str, int]] = {kind: {} for kind in _KINDS}
         for (kind, dtype), value in zip(self._buckets, flops, strict=True):
-            kinds[kind][dtype] = value // _PARTS
+            kinds[kind][dtype] = int(value)
         return Counts(**kinds, tracked_operations=self._tracked_operations)
 
 
 def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
     """Fit a polynomial in the sizes to counted FLOPs; None if no polynomial fits.
 
-    At least eight signatures must differ in sizes only. Every fourth count is held out of the least
-    squares. All counts must be predicted exactly.
+    Signatures must differ in sizes only. Every fourth count is held out of the least squares. All
+    counts must be predicted within 0.1 %.
     """
-    if not known:
-        return None
     template = Counter(map(_template, known)).most_common(1)[0][0]
     chosen = {one: counts for one, counts in known.items() if _template(one) == template}
-    if len(chosen) < _FEWEST or any(counts.untracked_names for counts in chosen.values()):
+    if any(counts.untracked_names for counts in chosen.values()):
         return None
     sizes = [_sizes(one) for one in chosen]
     moves = [tuple(size - column[0] for size in column) for column in zip(*sizes, strict=True)]
@@ -241,27 +239,35 @@ def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
     buckets = sorted({
         (kind, dtype) for one in chosen.values() for kind in _KINDS for dtype in getattr(one, kind)
     })  # fmt: skip
-
-    def flops(counts: Counts) -> list[int]:
-        return [getattr(counts, kind).get(dtype, 0) for kind, dtype in buckets]
-
     variables = [_variables(one, like) for one in sizes]
-    counted = np.array([flops(counts) for counts in chosen.values()], object)
-    fitted = np.arange(1, len(chosen) + 1) % _EVERY != 0
+    counted = [
+        [float(getattr(counts, kind).get(dtype, 0)) for kind, dtype in buckets]
+        for counts in chosen.values()
+    ]
+    fitted = np.arange(1, len(chosen) + 1) % _HELD_OUT != 0
     operations = next(iter(chosen.values())).tracked_operations
     for basis in _bases(len(variables[0])):
         monomials = _monomials(variables, basis)
-        independent = _independent(monomials[fitted])
-        if len(independent) + _SURPLUS > fitted.sum():
+        scale = np.maximum(monomials.max(axis=0), 1.0)
+        monomials = monomials / scale
+        targets = np.hstack([counted, monomials])
+        coefficients, _, rank, _ = np.linalg.lstsq(monomials[fitted], targets[fitted], _RANK)
+        if rank + _SURPLUS > fitted.sum():
             continue
-        targets = np.hstack([counted, monomials])[fitted]
-        coefficients = _least_squares(monomials[fitted][:, independent], targets)
-        polynomials = (basis, independent, coefficients)
-        model = FlopModel(template, sizes[0], like, buckets, operations, *polynomials)
+        model = FlopModel(template, sizes[0], like, buckets, operations, basis, scale, coefficients)
         predictions = ((model.predict(one), counts) for one, counts in chosen.items())
-        if all(guess is not None and flops(guess) == flops(true) for guess, true in predictions):
+        if all(guess is not None and _agree(guess, counts) for guess, counts in predictions):
             return model
     return None
+
+
+def _agree(one: Counts, other: Counts) -> bool:
+    """Whether two counts differ by the tolerance at most, in each dtype."""
+    return all(
+        isclose(mine.get(dtype, 0), others.get(dtype, 0), rel_tol=_TOLERANCE)
+        for mine, others in ((one.model, other.model), (one.hardware, other.hardware))
+        for dtype in {*mine, *others}
+    )
 
 
 def _template(signature: Signature) -> Signature:
@@ -279,64 +285,26 @@ def _variables(sizes: Sequence[int], like: Sequence[int]) -> list[int]:
     return [sizes[i] for i in sorted({*like} - {0})]
 
 
-def _bases(variables: int) -> Iterator[list[Monomial]]:
-    """Yield the sets of monomials to try, from the simplest."""
+def _bases(variables: int) -> list[list[Monomial]]:
+    """Return the sets of monomials to try."""
     if not 0 < variables <= _MOST_VARIABLES:
-        return
-    zero = (0,) * variables
-    units = [tuple(int(i == j) for i in range(variables)) for j in range(variables)]
-    squares = list(product((0, 1, 2), repeat=variables))
-    # Graphs: a cost per node and a cost per edge.
-    yield [zero, *units]
-    # Layers: samples, elements, and elements times those of one sample (attention).
-    for samples in (*units, zero):
-        yield [tuple(s + (1 - s) * power for s in samples) for power in (0, 1, 2)]
-    # Convolutions without padding.
-    yield list(product((0, 1), repeat=variables))
+        return []
+    powers = list(product((0, 1, 2), repeat=variables))
+    if variables <= 2:
+        return [powers]
+    # A cost per element, as of the nodes and edges of graphs.
+    bases = [[one for one in powers if sum(one) <= 1]]
+    # A cost per sample, as of images, and of encoders and decoders with different lengths.
+    bases += [[one for one in powers if one[i] == 1] for i in range(variables)]
     # Attention between all nodes of a graph.
-    yield [one for one in squares if sum(one) <= 2]
-    # Encoders and decoders with different lengths.
-    for i in range(variables):
-        yield [one for one in squares if one[i] == 1]
-    yield squares
+    return [*bases, [one for one in powers if sum(one) <= 2]]
 
 
-def _monomials(variables: Sequence[Sequence[int]], basis: Sequence[Monomial]) -> Whole:
+def _monomials(variables: Sequence[Sequence[int]], basis: Sequence[Monomial]) -> Values:
     """Return the value of each monomial of the basis, by point."""
-    powers = np.array(variables, object)[:, None] ** np.array(basis, object)
-    values: Whole = powers.prod(axis=2)
+    powers = np.array(variables, float)[:, None] ** np.array(basis)
+    values: Values = powers.prod(axis=2)
     return values
-
-
-def _scaled(values: Whole) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return columns that are divided by their largest value, and these values."""
-    largest = np.maximum(values.max(axis=0), 1).astype(float)
-    return values.astype(float) / largest, largest
-
-
-def _independent(values: Whole) -> list[int]:
-    """Return the columns that do not follow from others, the smaller of those that do."""
-    scaled, largest = _scaled(values)
-    kept: list[int] = []
-    for column in np.argsort(largest, kind="stable").tolist():
-        if np.linalg.matrix_rank(scaled[:, [*kept, column]]) > len(kept):
-            kept.append(column)
-    return kept
-
-
-def _least_squares(values: Whole, targets: Whole) -> Whole:
-    """Return the coefficients of all targets, multiplied by ``_PARTS`` and rounded.
-
-    What they leave is computed in whole numbers and fitted again, so that counts with more digits
-    than a float are exact, too.
-    """
-    scaled, largest = _scaled(values)
-    coefficients: Whole = np.zeros((values.shape[1], targets.shape[1]), object)
-    for _ in range(_REFINEMENTS):
-        left = _PARTS * targets - values @ coefficients
-        step, *_ = np.linalg.lstsq(scaled, left.astype(float), rcond=None)
-        coefficients = coefficients + np.frompyfunc(round, 1, 1)(step / largest[:, None])
-    return coefficients
 
 
 #: Shapes that are counted before others are predicted, and at most.
@@ -355,8 +323,7 @@ _RECOUNTS, _MORE_RECOUNTS = 11, 31
 #: Batches before one is counted to see whether costs have changed: at first and after a change, and
 #: at most. They double after each one that shows no change.
 _CHECKED_AFTER, _CHECKED_EVERY = 40, 200
-#: Batches before the next check for each counted one, but for the first 30 counted ones: of work
-#: that changes all the time, one batch in 20 is counted.
+#: At most one batch in 20 is counted, after the first 30 counted ones.
 _PER_COUNT, _FREE = 20, 30 * 20
 #: Batches since the last counted one after which the start of an epoch has one checked.
 _RARELY = 100
@@ -370,8 +337,6 @@ class FlopCache:
     tries: int
     #: Batches between the first one that is counted again and the others.
     pause: int = 0
-    #: Batches after which one of a counted signature is counted again.
-    recount_after: int = 0
     counts: dict[Signature, Counts] = field(default_factory=dict)
     costs: dict[Signature, BatchCost] = field(default_factory=dict)
     predictor: FlopModel | None = None
@@ -381,20 +346,22 @@ class FlopCache:
     _samples: dict[Signature, list[Counts]] = field(default_factory=dict)
     _recounts: int = 0
     _differ: bool = False
-    # Checks in a row that showed another cost; batches from one check to the next, to spare, and
-    # from the last counted one to the next.
+    # Checks in a row that showed another cost, and batches from one check to the next.
     _changes: int = 0
     _gap: int = _CHECKED_AFTER
-    _spare: int = _FREE
-    _waited: int = 0
+    # Batches so far, and those that were counted.
+    _batches: int = 0
+    _counted: int = 0
+    # The batch after which one of a counted signature is counted again, and when that was decided.
+    _due: int = 0
+    _decided: int = 0
     #: Predictions since the last one that was verified.
     _unverified: int = 0
 
     def cost(self, signature: Signature) -> BatchCost | None:
         """Return the cost of a signature, or None if it is new or must be counted again."""
-        if self.recount_after:
-            self.recount_after -= 1
-        elif signature in self._samples:
+        self._batches += 1
+        if self._batches > self._due and signature in self._samples:
             return None
         return self.costs.get(signature)
 
@@ -405,7 +372,7 @@ class FlopCache:
         the next one, which does not precede the others. Of costs that repeat, whole cycles are
         averaged.
         """
-        self._spare -= _PER_COUNT
+        self._counted += 1
         known = self._samples.get(signature)
         if known and not self._recounting and not self._expected(known, counts):
             self._forget()
@@ -424,7 +391,7 @@ class FlopCache:
         elif self.predictor is not None:
             self._unverified = 0
             predicted = self.predictor.predict(signature)
-            if predicted is not None and predicted.model != counts.model:
+            if predicted is not None and not _agree(predicted, counts):
                 self.predictor = None
                 self.costs = {one: self.costs[one] for one in self.costs.keys() & self.counts}
         samples.append(counts)
@@ -467,21 +434,20 @@ class FlopCache:
 
     def begin_epoch(self) -> None:
         """Check one of the first batches of an epoch, unless one was counted lately."""
-        if self._waited - self.recount_after >= _RARELY and not self._recounting:
+        if self._batches - self._decided >= _RARELY and not self._recounting:
             self._wait(2)
 
     def _wait(self, batches: int) -> None:
         """Count again after some batches, or after more if too many were counted."""
-        self._spare -= self.recount_after
-        self._waited = self.recount_after = max(batches, -self._spare)
-        self._spare += self.recount_after
+        self._decided = self._batches
+        self._due = max(self._batches + batches, _PER_COUNT * self._counted - _FREE)
 
     def _forget(self) -> None:
         """Start anew with what has changed."""
         for known in (self.counts, self.costs, self._samples):
             known.clear()
         self.predictor, self.fitted_at = None, 0
-        self.recount_after, self._recounts, self._differ = 0, 0, False
+        self._due, self._recounts, self._differ = 0, 0, False
         self._changes, self._gap = self._changes + 1, _CHECKED_AFTER
 
     def predict(self, signature: Signature) -> Counts | None:
