@@ -310,9 +310,7 @@ def nvml(bench: Bench) -> Iterator[Row]:
             except ValueError:  # [N/A]
                 yield Row(f"{gpu} {key}", ours, theirs.strip())
                 continue
-            # MIG instances have their own memory, and no utilization.
-            limits = (low, high) if "mig" not in gpu else (None, None)
-            yield Row(f"{gpu} {key}, nvidia-smi's {name}", ours, reference, *limits)
+            yield Row(f"{gpu} {key}, nvidia-smi's {name}", ours, reference, low, high)
         throttled = {k.partition("/")[2]: v for k, v in values.items() if "throttled" in k}
         yield Row(f"{gpu} throttle reasons", str(throttled))
 

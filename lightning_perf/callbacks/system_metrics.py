@@ -16,7 +16,7 @@ from lightning_perf.core.window import Window
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.system import HOST
-from lightning_perf.system.gpus import GPU, PER_GPU, gpu_key
+from lightning_perf.system.gpus import GPU
 
 if TYPE_CHECKING:
     from lightning_perf.run.run import Run
@@ -172,7 +172,7 @@ def _averages(window: Window) -> dict[str, float]:
         known = np.isfinite(means)
         places, values = np.argwhere(known).tolist(), means[known].tolist()
         for (node, slot, figure), value in zip(places, values, strict=True):
-            gpu = f"{gpu_key(gpus[node, slot])}/" if gpus.size else ""
+            gpu = f"gpu_{gpus[node, slot]:.0f}/" if gpus.size else ""
             metrics[f"system/node_{nodes[node]}/{gpu}{layout.names[figure]}"] = value
     return metrics
 
@@ -181,7 +181,7 @@ def _spread(names: Sequence[str], nodes: Any, gpus: Any, means: Any) -> Iterator
     """The spread of each figure over the nodes, or over the GPUs of all nodes, and where."""
     prefix, where = "system/nodes", {"node": np.repeat(nodes, means.shape[1])}
     if gpus.size:
-        prefix, where["gpu"] = "system/gpus", gpus.ravel() // PER_GPU
+        prefix, where["gpu"] = "system/gpus", gpus.ravel()
     values = means.reshape(-1, len(names)).T
     known = np.isfinite(values)
     order = np.where(known, values, inf).argsort(axis=1)

@@ -13,7 +13,7 @@ import torch
 from lightning_perf.errors import describe, warn
 from lightning_perf.run.spans import BUFFERS, GRADIENTS, START
 from lightning_perf.system import HOST, Sampler, node_sensors
-from lightning_perf.system.gpus import GPU, count_gpus, gpu_number
+from lightning_perf.system.gpus import GPU, count_gpus
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class NodeSignal:
         host = [sums.get(name, _NOTHING) for name in HOST]
         values = [total for total, _ in host] + [seconds for _, seconds in host]
         gpus = [*self._numbers, *[""] * (self._slots - len(self._numbers))]
-        values += [gpu_number(gpu) if gpu else -1.0 for gpu in gpus]
+        values += [float(gpu.removeprefix("gpu_") or -1) for gpu in gpus]
         for gpu in gpus:
             pairs = [sums.get(f"{gpu}/{name}", _NOTHING) for name in GPU]
             longest = max(seconds for _, seconds in pairs)

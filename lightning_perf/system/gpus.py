@@ -18,11 +18,8 @@ GPU = (
     "gpu_sm_clock", "gpu_memory_clock",
     "gpu_throttled", "gpu_throttled_power", "gpu_throttled_thermal", "gpu_throttled_hardware",
 )  # fmt: skip
-#: The maximum GPUs or MIG instances per node that are sampled.
-MOST_GPUS = 16
-
-#: A GPU's number is nvidia-smi's times this; for an instance, plus one more than its number.
-PER_GPU = 100
+#: The maximum GPUs per node that are sampled.
+_MOST_GPUS = 16
 
 # NVML's bits for the reasons of reduced clocks. Idling and clocks set by the user are not
 # throttling.
@@ -32,23 +29,6 @@ _REASONS = {
     "gpu_throttled_thermal": 0x20 | 0x40,  # software, hardware
     "gpu_throttled_hardware": 0x08,  # clocks reduced by half or more
 }
-
-
-def gpu_name(index: int, instance: int | None = None) -> str:
-    """The key of a GPU or MIG instance: ``gpu_3`` or ``gpu_3_mig_0``."""
-    return f"gpu_{index}" if instance is None else f"gpu_{index}_mig_{instance}"
-
-
-def gpu_number(name: str) -> float:
-    """A GPU's key as one number."""
-    _, index, *instance = name.partition("/")[0].split("_")
-    return PER_GPU * int(index) + (int(instance[1]) + 1 if instance else 0)
-
-
-def gpu_key(number: float) -> str:
-    """The key of a GPU by the number that `gpu_number` returned."""
-    index, instance = divmod(int(number), PER_GPU)
-    return gpu_name(index, instance - 1 if instance else None)
 
 
 def _memory(nvml: Any, gpu: Any) -> dict[str, float]:
@@ -84,22 +64,20 @@ _READINGS: dict[str, Callable[[Any, Any], Mapping[str, float]]] = {
 
 
 class Gpu:
-    """The sensor of one GPU or MIG instance, by nvidia-smi's numbers."""
+    """The sensor of one GPU, by nvidia-smi's number."""
 
-    def __init__(self, nvml: Any, handle: Any, index: int, instance: int | None = None) -> None:
-        self._nvml, self._handle, self._index = nvml, handle, index
-        self.name = gpu_name(index, instance)
-        #: Its UUID; for an instance also that of its GPU.
-        self._uuids = [nvml.nvmlDeviceGetUUID(handle)]
-        if instance is not None:
-            self._uuids.append(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index)))
+    def __init__(self, nvml: Any, index: int) -> None:
+        self._nvml, self._index = nvml, index
+        self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        self._uuid: str = nvml.nvmlDeviceGetUUID(self._handle)
+        self.name = f"gpu_{index}"
         self._readings = dict(_READINGS)
 
     def matches(self, name: str) -> bool:
         """Whether an entry of CUDA_VISIBLE_DEVICES or a UUID from torch means this GPU."""
         if name.isdigit():
             return self._index == int(name)
-        return any(uuid.startswith(name) or uuid.endswith(name) for uuid in self._uuids)
+        return self._uuid.startswith(name) or self._uuid.endswith(name)
 
     def __call__(self, _now: float, /) -> dict[str, float]:
         """Return the current values. Readings that the GPU does not support are not tried again."""
@@ -167,12 +145,12 @@ def _chosen(nvml: Any, visible: Sequence[str] | None, ranks: int) -> list[Gpu]:
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     masked = None if mask is None else [name.strip() for name in mask.split(",")]
     # CUDA and NVML may number GPUs differently, so numbers in the mask are resolved by torch. UUIDs
-    # are unambiguous, also those of instances.
-    by_uuid = masked is not None and masked[0].startswith(("GPU-", "MIG-"))
+    # are unambiguous.
+    by_uuid = masked is not None and masked[0].startswith("GPU-")
     names = masked if by_uuid or visible is None else visible
     chosen = every if names is None else _named(names, every)
     # If each rank has its own mask, this rank's mask does not cover the node.
-    return (every if len(chosen) < ranks else chosen)[:MOST_GPUS]
+    return (every if len(chosen) < ranks else chosen)[:_MOST_GPUS]
 
 
 def _named(names: Sequence[str], every: Sequence[Gpu]) -> list[Gpu]:
@@ -186,22 +164,9 @@ def _named(names: Sequence[str], every: Sequence[Gpu]) -> list[Gpu]:
 
 
 def _every(nvml: Any) -> Iterator[Gpu]:
-    """Yield all GPUs in the order of nvidia-smi; MIG instances replace their GPU."""
+    """Yield all GPUs in the order of nvidia-smi."""
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            gpu = Gpu(nvml, handle, index)
+            yield Gpu(nvml, index)
         except nvml.NVMLError as error:
             warn(f"GPU {index} is not sampled ({describe(error)}).")
-            continue
-        try:
-            has_mig, _ = nvml.nvmlDeviceGetMigMode(handle)
-        except nvml.NVMLError:  # not supported
-            has_mig = False
-        if not has_mig:
-            yield gpu
-            continue
-        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with suppress(nvml.NVMLError):  # no instance with this index
-                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-                yield Gpu(nvml, instance, index, number)

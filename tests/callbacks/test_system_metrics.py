@@ -29,7 +29,7 @@ from lightning_perf.core.progress import Ranks
 from lightning_perf.run import signals
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.system import HOST, Sampler
-from lightning_perf.system.gpus import GPU, gpu_key
+from lightning_perf.system.gpus import GPU
 
 #: A short interval. What is not sampled in time is sampled at the end of the run.
 FAST = 0.1
@@ -317,7 +317,7 @@ def nodes_window(nodes: int, gpus: int) -> Window:
     }
     for slot in range(gpus):
         key = f"system/gpu_slot_{slot}"
-        columns[key] = [float(slot) * 100 if each else -1.0 for each in first]
+        columns[key] = [float(slot) if each else -1.0 for each in first]
         for name in GPU:
             columns[f"{key}/{name}"] = [
                 3.0 * each * (r // 4 + slot) for r, each in zip(ranks, first, strict=True)
@@ -360,7 +360,7 @@ def test_gpus_share_a_column_of_seconds() -> None:
     sampler.receive({f"gpu_3/{name}": 10.0 for name in GPU}, 2.0)
     sampler.receive({f"gpu_3/{name}": 40.0 for name in GPU if name != "gpu_power"}, 1.0)
     found = dict(zip(signal.columns, signal.totals("train"), strict=True))
-    assert gpu_key(found["system/gpu_slot_0"]) == "gpu_3"
+    assert found["system/gpu_slot_0"] == 3
     assert found["system/gpu_slot_0/gpu_util"] / found["system/gpu_slot_0/seconds"] == 20.0
     assert isnan(found["system/gpu_slot_0/gpu_power"])
     assert (found["system/gpu_slot_1"], found["system/gpu_slot_1/seconds"]) == (-1.0, 0.0)

@@ -72,20 +72,6 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
         return gpu.uuid
 
-    def nvmlDeviceGetMigMode(self, gpu: FakeGpu) -> list[int]:
-        if "mig" not in gpu.values:
-            raise self.NVMLError_NotSupported
-        return [1, 1]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, gpu: FakeGpu) -> int:
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: FakeGpu, number: int) -> FakeGpu:
-        try:
-            return gpu.values["mig"][number]
-        except IndexError:
-            raise NVMLError from None
-
     def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu, version: int | None = None) -> Any:
         free, used = gpu.read("memory")
         if version is None:  # the driver's own part is used, too

@@ -21,15 +21,6 @@ def keys(visible: list[str] | None = None, ranks: int = 0) -> list[str]:
         return [gpu.name for gpu in found]
 
 
-def split(uuid: str, *instances: str) -> FakeGpu:
-    """A GPU in MIG mode, whose instances report memory only."""
-    silent = {
-        what: FakeNvml.NVMLError_NotSupported()
-        for what in ("util", "power", "temperature", "clocks", "reasons")
-    }
-    return FakeGpu(uuid, mig=[FakeGpu(each, **silent) for each in instances])
-
-
 def test_readings_are_in_si_units(monkeypatch: Patch) -> None:
     """NVML's milliwatts and megahertz become watts and hertz, and throttle reasons percent."""
     nvml = install(monkeypatch, FakeGpu(UUIDS[0], reasons=0x20 | 0x08))
@@ -118,17 +109,17 @@ def test_with_one_mask_per_rank_the_whole_node_is_sampled(monkeypatch: Patch) ->
 
 
 @pytest.mark.parametrize("mask", ["MIG-eeee", None])
-def test_an_instance_reports_memory_only(
+def test_readings_that_a_gpu_does_not_support_are_left_out(
     monkeypatch: Patch, mask: str | None, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Only the MIG instance in use is sampled, with the readings that it supports."""
-    install(monkeypatch, FakeGpu(UUIDS[0]), split(UUIDS[1], "MIG-dddd", "MIG-eeee"))
+    """A GPU in MIG mode is one GPU that reports little; the mask names one of its instances."""
+    silent = dict.fromkeys(("util", "power", "reasons"), FakeNvml.NVMLError_NotSupported())
+    install(monkeypatch, FakeGpu(UUIDS[0]), FakeGpu(UUIDS[1], **silent))
     if mask is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
-    # torch may report an instance's UUID or that of its GPU.
     with open_gpus(visible=["bbbbbbbb-2222"]) as (gpu,):
-        key = "gpu_1_mig_1" if mask else "gpu_1_mig_0"
-        assert gpu(0.0) == {f"{key}/gpu_free_memory": 3e10, f"{key}/gpu_used_memory": 5e10}
+        names = ("free_memory", "used_memory", "temperature", "sm_clock", "memory_clock")
+        assert gpu(0.0).keys() == {f"gpu_1/gpu_{name}" for name in names}
     assert not ours(recwarn)
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from lightning_perf.cgroup import Cgroup
 from lightning_perf.system import Sampler
-from lightning_perf.system.gpus import gpu_key, gpu_number
 from lightning_perf.system.host import Cpu, Rates, memory, physical, traffic
 
 Patch = pytest.MonkeyPatch
@@ -56,12 +55,6 @@ def test_totals_weigh_by_time() -> None:
     sums.receive({"util": 100.0}, 9.0)
     sums.receive({"util": 0.0, "late": 5.0}, 1.0)
     assert sums.totals() == {"util": (900.0, 10.0), "first": (0.0, 0.0), "late": (5.0, 1.0)}
-
-
-@pytest.mark.parametrize("name", ["gpu_0", "gpu_15", "gpu_90_mig_6", "gpu_3_mig_0"])
-def test_a_gpu_key_is_one_number(name: str) -> None:
-    """Its key can be converted to one number and back, as it is sent between ranks."""
-    assert gpu_key(gpu_number(name)) == name
 
 
 # -- disks and networks ---------------------------------------------------------------------------
