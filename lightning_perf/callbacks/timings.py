@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from lightning_perf.core.window import Window
+from lightning_perf.diagnosis import LATENESS
 from lightning_perf.diagnosis.rules.ranks import RecentWork, Straggler, lateness_table
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.run.window_log import TIMES, WindowLog
@@ -40,7 +41,7 @@ class Timings(WindowCallback):
 
     With several ranks the values are means over ranks, with ``timings/NAME/{min,median,max}`` and
     ``timings/NAME/slowest_rank`` beside them, and ``straggler/{rank,node,phase,share}`` name the
-    rank or node that the others wait for, -1 for none. On a GPU, ``timings/device/...`` is the
+    rank that the others wait for, -1 for none. On a GPU, ``timings/device/...`` is the
     device's own time from CUDA events, and ``timings/exposed_input`` is how long the device waited
     for the next batch. The device is never synchronized for that.
 
@@ -69,9 +70,9 @@ class Timings(WindowCallback):
         self.table: list[Share] = []
         # The windows of the run's main stage.
         self._log: WindowLog | None = None
-        #: The rank or node that the others wait for, in the last windows.
+        #: The rank that the others wait for, in the last windows.
         self.straggler: Straggler | None = None
-        self._work = RecentWork()
+        self._work = RecentWork(LATENESS)
         # Seconds per batch, and batches, in the last report of the run's main stage.
         self._last: dict[str, float] = {}
         self._last_batches = 0
@@ -79,7 +80,7 @@ class Timings(WindowCallback):
     @override
     def prepare(self, context: Run) -> None:
         self._log = self.straggler = None
-        self.table, self._last, self._work = [], {}, RecentWork()
+        self.table, self._last, self._work = [], {}, RecentWork(LATENESS)
         if context.ranks.world_size > 1:
             self.columns = (*Timings.columns, "waits/*")
         super().prepare(context)

@@ -48,6 +48,8 @@ __all__ = [
     "judge",
 ]
 
+#: When a rank is a straggler, also in `Timings`.
+LATENESS = ranks.Lateness(chronic=0.7, fewest=3, share=0.05, once=0.10, explained=0.8)
 _GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0)
 #: All rules of the package with their thresholds, the most specific first: a second that several
 #: could claim belongs to the first of them. The last number of a rule is the share of the wall time
@@ -68,7 +70,7 @@ RULES: tuple[Rule, ...] = (
     FunctionRule("warmup", partial(steps.warmup, share=0.05, seconds=0.4, ratio=10.0), 0.05),
     FunctionRule("slowdown", partial(steps.slowdown, ratio=1.10, sustained=50), 0.10),
     FunctionRule("communication-bound", ranks.communication_bound, 0.10),
-    FunctionRule("straggler", ranks.straggler, 0.10),
+    FunctionRule("straggler", partial(ranks.straggler, least=LATENESS), 0.10),
     FunctionRule("host-memory-growth", partial(machine.host_memory_growth, least=_GROWTH)),
     FunctionRule("device-memory-growth", partial(machine.device_memory_growth, least=_GROWTH)),
     FunctionRule("throttled", partial(machine.throttled, percent=10.0, critical=50.0)),

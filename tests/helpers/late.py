@@ -74,7 +74,7 @@ class Kept(Timings):
             late = self.straggler
             named = None
             if late is not None:
-                fields = ("rank", "node", "phase", "share", "seconds", "chronic", "on_gpu")
+                fields = ("rank", "node", "phase", "share", "seconds", "chronic")
                 named = {name: getattr(late, name) for name in fields}
             text = json.dumps({"straggler": named, "seen": self.seen})
             (self.folder / "found.json").write_text(text)

@@ -1,4 +1,4 @@
-"""Rules on several ranks: the rank or node that the others wait for, and communication."""
+"""Rules on several ranks: the rank that the others wait for, and communication."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from lightning_perf.units import duration, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from numpy.typing import NDArray
 
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis.signals import Signals
@@ -44,20 +42,6 @@ _DEVICE_PHASES = {
 #: Collectives of metrics: all of this is waiting.
 _WAITS = "timings/reduce_metrics"
 
-#: The rank's excess explains at least this share of the others' wait.
-_EXPLAINED = 0.8
-#: A chronic straggler is the same rank in at least this share of the windows, and the fewest
-#: windows for that.
-_CHRONIC, _FEWEST_WINDOWS = 0.7, 3
-#: The minimum wait for which a rank is named, as a share of the wall time.
-_LEAST_SHARE = 0.05
-#: The minimum share of the wall time for a rank that is late occasionally.
-_LEAST_ONCE = 0.1
-#: Every rank of a slow node has at least this share of the node's excess, and a slow host at least
-#: this share of its device's.
-_UNIFORM = 0.5
-#: Phases in which a GPU computes. One counts if its excess is at least this share of the largest.
-_COMPUTED, _COUNTS = ("forward", "backward", "optimizer"), 0.25
 #: The number of windows in which a training that runs searches a straggler.
 _RECENT = 10
 #: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
@@ -67,11 +51,28 @@ _TIME_SLICE = 4e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Straggler:
-    """A rank, or all ranks of a node, that the others wait for."""
+class Lateness:
+    """When a rank is named as a straggler."""
 
-    #: None if the whole node is slow.
-    rank: int | None
+    #: A chronic one is the same rank in at least this share of the windows, and the fewest windows.
+    chronic: float
+    fewest: int
+    #: The share of the wall time that the others wait for it; of a rank that is late occasionally.
+    share: float
+    once: float
+    #: The share of the others' wait that its own excess explains.
+    explained: float
+
+    def enough(self, wall: float) -> float:
+        """The minimum lateness, in seconds per batch."""
+        return max(self.share * wall, LEAST)
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that the others wait for."""
+
+    rank: int
     node: int
     #: One of ``PHASES``.
     phase: str
@@ -81,18 +82,14 @@ class Straggler:
     seconds: float
     #: Whether it is the same in most windows; otherwise it was slow once or occasionally.
     chronic: bool
-    #: Whether its GPU is slow, such as one with a throttled clock, and not its host.
-    on_gpu: bool
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
     """Each rank's own work and wait in a window, in seconds."""
 
-    #: One row per rank, one column per phase, by the host's clock.
+    #: One row per rank, one column per phase, by the GPU's clock if there is one.
     own: Numbers
-    #: The same by the GPU's clock; None without one.
-    device: Numbers | None
     #: Per rank.
     waits: Numbers
     nodes: Numbers
@@ -101,67 +98,66 @@ class Work:
     batches: float
 
     @property
-    def measured(self) -> Numbers:
-        """By the GPU's clock if there is one."""
-        return self.own if self.device is None else self.device
-
-    @property
     def lateness(self) -> Numbers:
         """Per rank, seconds per batch of own work above the median rank."""
-        totals: Numbers = self.measured.sum(axis=1)
+        totals: Numbers = self.own.sum(axis=1)
         late: Numbers = (totals - np.median(totals)) / self.batches
         return late
 
     @cached_property
-    def latest(self) -> tuple[_Late, _Late | None]:
-        """The latest rank, and the latest node if all of its ranks are late."""
-        rank = _latest(self.measured / self.batches, self.waits / self.batches)
-        return rank, _late_node(self)
+    def latest(self) -> _Latest:
+        """The rank with the most own work, compared with the others."""
+        own, waits = self.own / self.batches, self.waits / self.batches
+        totals = own.sum(axis=1)
+        rank = int(totals.argmax())
+        return _Latest(
+            rank,
+            own[rank] - np.median(np.delete(own, rank, axis=0), axis=0),
+            float(totals[rank] - np.median(np.delete(totals, rank))),
+            float(np.median(np.delete(waits, rank)) - waits[rank]),
+        )
 
     def __add__(self, other: Work) -> Work:
-        one, two = self.device, other.device
         return Work(
-            self.own + other.own, None if one is None or two is None else one + two,
-            self.waits + other.waits, self.nodes, self.wall + other.wall,
+            self.own + other.own, self.waits + other.waits, self.nodes, self.wall + other.wall,
             self.batches + other.batches,
         )  # fmt: skip
 
 
-class _Late(NamedTuple):
-    """A rank or node that is late, in seconds per batch."""
+class _Latest(NamedTuple):
+    """The latest rank, in seconds per batch."""
 
-    number: int
+    rank: int
     #: Own excess over the median of the others in each phase, and in all.
     phases: Numbers
     excess: float
-    #: How much longer the others wait than this rank or node.
+    #: How much longer the others wait than this rank.
     waiting: float
 
 
-def straggler_of(works: Sequence[Work]) -> Straggler | None:
-    """The rank or node that makes the others wait, if it is always or mostly the same.
+def straggler_of(works: Sequence[Work], least: Lateness) -> Straggler | None:
+    """The rank that makes the others wait, if it is always or mostly the same.
 
     ``works`` are of windows of training with several ranks, without the warm-up.
     """
-    if len(works) < _FEWEST_WINDOWS:
+    if len(works) < least.fewest:
         return None
     # If no rank is late in most windows, the sum shows one that is occasionally very late.
-    for windows, chronic, least in (
-        (works, True, _LEAST_SHARE),
-        ([reduce(add, works)], False, _LEAST_ONCE),
+    for windows, chronic, share in (
+        (works, True, least.share),
+        ([reduce(add, works)], False, least.once),
     ):
-        for is_node in (True, False):
-            straggler = _common(windows, is_node, chronic)
-            if straggler is not None and straggler.share >= least:
-                return straggler
+        straggler = _common(windows, chronic, least)
+        if straggler is not None and straggler.share >= share:
+            return straggler
     return None
 
 
 class RecentWork:
     """The work of a training's last windows, and the straggler in them."""
 
-    def __init__(self) -> None:
-        self._started = False
+    def __init__(self, least: Lateness) -> None:
+        self._least, self._started = least, False
         self._works: deque[Work] = deque(maxlen=_RECENT)
 
     def add(self, window: Window) -> tuple[Straggler | None, dict[str, float]]:
@@ -170,9 +166,9 @@ class RecentWork:
         if self._started:
             self._works.append(work_of(window))
         self._started = True
-        late = straggler_of(self._works)
+        late = straggler_of(self._works, self._least)
         return late, {
-            "straggler/rank": -1.0 if late is None or late.rank is None else late.rank,
+            "straggler/rank": -1.0 if late is None else late.rank,
             "straggler/node": -1.0 if late is None else late.node,
             "straggler/phase": -1.0 if late is None else list(PHASES).index(late.phase),
             "straggler/share": 0.0 if late is None else late.share,
@@ -193,38 +189,28 @@ def lateness_table(windows: Sequence[Window]) -> dict[str, Any]:
     }
 
 
-def _common(works: Sequence[Work], is_node: bool, chronic: bool) -> Straggler | None:
-    """The rank or node that is latest in most windows, if the others typically wait for it."""
-    late = [
-        (work, lateness)
-        for work in works
-        if (lateness := work.latest[is_node]) is not None
-        and lateness.excess >= _enough(work.wall / work.batches)
-    ]
-    numbers = Counter(lateness.number for _, lateness in late)
-    number = max(numbers, key=numbers.__getitem__, default=-1)
-    if numbers[number] < _CHRONIC * len(works):
+def _common(works: Sequence[Work], chronic: bool, least: Lateness) -> Straggler | None:
+    """The rank that is latest in most windows, if the others typically wait for it."""
+    late = [work for work in works if work.latest.excess >= least.enough(work.wall / work.batches)]
+    ranks = Counter(work.latest.rank for work in late)
+    rank = max(ranks, key=ranks.__getitem__, default=-1)
+    if ranks[rank] < least.chronic * len(works):
         return None
-    late = [(work, lateness) for work, lateness in late if lateness.number == number]
-    wall, excess, waiting = np.median(
-        [(work.wall / work.batches, lateness.excess, lateness.waiting) for work, lateness in late],
-        axis=0,
-    )
+    late = [work for work in late if work.latest.rank == rank]
+    figures = [(work.wall / work.batches, work.latest.excess, work.latest.waiting) for work in late]
+    wall, excess, waiting = np.median(figures, axis=0)
     seconds = min(excess, waiting)
-    if seconds < _enough(wall) or excess < _EXPLAINED * waiting:
+    if seconds < least.enough(wall) or excess < least.explained * waiting:
         return None
-    whole = reduce(add, (work for work, _ in late))
-    mine = whole.nodes == number if is_node else np.arange(len(whole.own)) == number
-    phases = np.median([lateness.phases for _, lateness in late], axis=0)
+    phases = np.median([work.latest.phases for work in late], axis=0)
     windows = len(late) / len(works)
     return Straggler(
-        None if is_node else number,
-        int(whole.nodes[mine][0]),
+        rank,
+        int(late[0].nodes[rank]),
         list(PHASES)[int(phases.argmax())],
         float(windows * seconds / wall),
         float(windows * seconds),
         chronic,
-        on_gpu=whole.device is not None and _slow_gpu(whole.own, whole.device, mine),
     )
 
 
@@ -233,11 +219,9 @@ def work_of(window: Window) -> Work:
     own, waits = _phases(window, PHASES)
     waits = waits + window[_WAITS]
     wall = float(own.sum(axis=1).mean() + waits.mean())
-    device = None
     if "waits/device/backward" in window.columns and window.least("timings/device/batches") > 0:
-        device, waits = _phases(window, _DEVICE_PHASES)
-    batches = window.mean("progress/batches")
-    return Work(own, device, waits, window["waits/node_rank"], wall, batches)
+        own, waits = _phases(window, _DEVICE_PHASES)
+    return Work(own, waits, window["waits/node_rank"], wall, window.mean("progress/batches"))
 
 
 def _phases(
@@ -250,56 +234,6 @@ def _phases(
         own.append(sum((window[f"timings/{name}"] for name in columns), -waited))
         waits = waits + waited
     return np.maximum(np.stack(own, axis=1), 0.0), waits
-
-
-def _enough(wall: float) -> float:
-    """The minimum lateness for a verdict, in seconds per batch."""
-    return max(_LEAST_SHARE * wall, LEAST)
-
-
-def _latest(own: Numbers, waits: Numbers) -> _Late:
-    """The row with the most own work, compared with the others."""
-    totals = own.sum(axis=1)
-    number = int(totals.argmax())
-    return _Late(
-        number,
-        own[number] - np.median(np.delete(own, number, axis=0), axis=0),
-        float(totals[number] - np.median(np.delete(totals, number))),
-        float(np.median(np.delete(waits, number)) - waits[number]),
-    )
-
-
-def _late_node(work: Work) -> _Late | None:
-    """The latest node, if all of its ranks are late."""
-    numbers, index = np.unique(work.nodes, return_inverse=True)
-    members = [np.flatnonzero(index == node) for node in range(len(numbers))]
-    if len(numbers) < 2 or min(map(len, members)) < 2:
-        return None
-    own, waits = work.measured / work.batches, work.waits / work.batches
-    late = _latest(
-        np.stack([np.median(own[ranks], axis=0) for ranks in members]),
-        np.array([np.median(waits[ranks]) for ranks in members]),
-    )
-    others = np.median(np.delete(own.sum(axis=1), members[late.number]))
-    least = own[members[late.number]].sum(axis=1).min() - others
-    if least < _UNIFORM * late.excess:
-        return None
-    return late._replace(number=int(numbers[late.number]))
-
-
-def _slow_gpu(host: Numbers, device: Numbers, late: NDArray[np.bool_]) -> bool:
-    """Whether the device is late in phases of computing in which its host is not.
-
-    A device whose host is late has no work, so both are late in the same phases. A host that reads
-    a result of a slow device waits for it in one phase only.
-    """
-    own, on_device = (
-        np.median(values[late], axis=0) - np.median(values[~late], axis=0)
-        for values in (host, device)
-    )
-    phases = [list(PHASES).index(phase) for phase in _COMPUTED]
-    counts = on_device >= _COUNTS * on_device.max()
-    return any(counts[phase] and own[phase] <= _UNIFORM * on_device[phase] for phase in phases)
 
 
 def _windows(signals: Signals) -> Sequence[Window]:
@@ -316,13 +250,13 @@ def _taken(signals: Signals) -> float:
     return 1 - signals.cpus_left if signals.setup.device == "cpu" else 0.0
 
 
-def straggler(signals: Signals) -> Iterable[Impact]:
-    """One rank, or one node, makes the others wait."""
+def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
+    """One rank makes the others wait."""
     windows = _windows(signals)[signals.start :]
-    late = straggler_of([work_of(window) for window in windows if window.batches])
+    late = straggler_of([work_of(window) for window in windows if window.batches], least)
     if late is None or late.seconds < LEAST:
         return
-    who = f"node {late.node}" if late.rank is None else f"rank {late.rank}"
+    who = f"rank {late.rank}"
     evidence: dict[str, float | str] = {
         "waited_seconds": late.seconds,
         "node": float(late.node),
@@ -330,8 +264,8 @@ def straggler(signals: Signals) -> Iterable[Impact]:
     }
     advice = (
         f"The other ranks wait {duration(late.seconds)} per batch for {who}, which is slow in "
-        f"{late.phase}{' on its GPU' if late.on_gpu else ''}. Compare its machine, its share "
-        "of the data and its callbacks with those of the others."
+        f"{late.phase}. Compare its machine, its share of the data and its callbacks with those "
+        "of the others."
     )
     # With other programs on the CPUs, any rank is late occasionally.
     certain = 1.0 if late.chronic else 1 - _taken(signals)
