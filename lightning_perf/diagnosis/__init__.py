@@ -50,22 +50,27 @@ __all__ = [
 
 #: When a rank is a straggler, also in `Timings`.
 LATENESS = ranks.Lateness(chronic=0.7, fewest=3, share=0.05, once=0.10, explained=0.8)
-_GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0)
+_GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0, continues=0.4, samples=8)
+_WORKERS = costs.Workers(busy=60.0, per_cpu=4, first=0.02, more=0.10, contested=0.15, named=20.0)
+_IDLING = machine.Idling(idle=0.3, computing=0.7, waiting=0.05)
+_logger_bound = partial(costs.logger_bound, named=0.8, aim=0.0125, left=4, follows=(0.5, 8.0))
+_periodic_stall = partial(steps.periodic_stall, fewest=3, adjacent=0.8, alike=0.2)
+_low_gpu_utilization = partial(machine.low_gpu_utilization, least=_IDLING._replace(idle=0.5))
 #: All rules of the package with their thresholds, the most specific first: a second that several
 #: could claim belongs to the first of them. The last number of a rule is the share of the wall time
 #: from which on a cause is worth a warning; its function explains the others.
 RULES: tuple[Rule, ...] = (
-    FunctionRule("cpu-saturated", partial(machine.cpu_saturated, hidden=0.02), 0.10),
-    FunctionRule("gc-pauses", steps.gc_pauses, 0.03),
+    FunctionRule("cpu-saturated", partial(machine.cpu_saturated, hidden=0.02, named=20.0), 0.10),
+    FunctionRule("gc-pauses", partial(steps.gc_pauses, named=0.8), 0.03),
     FunctionRule("recompile", partial(steps.recompile, fewest=3), 0.05),
     FunctionRule("transfer-bound", costs.transfer_bound, 0.10),
-    FunctionRule("callback-bound", costs.callback_bound, 0.05),
-    FunctionRule("logger-bound", partial(costs.logger_bound, aim=0.0125), 0.05),
-    FunctionRule("checkpoint-bound", partial(costs.checkpoint_bound, aim=0.025), 0.05),
+    FunctionRule("callback-bound", partial(costs.callback_bound, named=0.8), 0.05),
+    FunctionRule("logger-bound", _logger_bound, 0.05),
+    FunctionRule("checkpoint-bound", partial(costs.checkpoint_bound, aim=0.025, left=2), 0.05),
     FunctionRule("validation-bound", costs.validation_bound, 0.15),
     FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
-    FunctionRule("periodic-stall", partial(steps.periodic_stall, fewest=3), 0.10),
-    FunctionRule("input-bound", costs.input_bound, 0.10),
+    FunctionRule("periodic-stall", _periodic_stall, 0.10),
+    FunctionRule("input-bound", partial(costs.input_bound, least=_WORKERS), 0.10),
     FunctionRule("sync-bound", machine.sync_bound, 0.10),
     FunctionRule("warmup", partial(steps.warmup, share=0.05, seconds=0.4, ratio=10.0), 0.05),
     FunctionRule("slowdown", partial(steps.slowdown, ratio=1.10, sustained=50), 0.10),
@@ -74,8 +79,8 @@ RULES: tuple[Rule, ...] = (
     FunctionRule("host-memory-growth", partial(machine.host_memory_growth, least=_GROWTH)),
     FunctionRule("device-memory-growth", partial(machine.device_memory_growth, least=_GROWTH)),
     FunctionRule("throttled", partial(machine.throttled, percent=10.0, critical=50.0)),
-    FunctionRule("launch-bound", partial(machine.launch_bound, idle=0.3), 0.10),
-    FunctionRule("low-gpu-utilization", partial(machine.low_gpu_utilization, idle=0.5), 0.10),
+    FunctionRule("launch-bound", partial(machine.launch_bound, least=_IDLING), 0.10),
+    FunctionRule("low-gpu-utilization", _low_gpu_utilization, 0.10),
     FunctionRule("compute-bound", partial(steps.compute_bound, share=0.8, low_mfu=0.4)),
 )
 #: All codes, which are stable.

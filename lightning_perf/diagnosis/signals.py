@@ -43,8 +43,6 @@ STRATEGY = "Strategy"
 _DEVICE_BATCHES = "timings/device/batches"
 #: Percent of the CPUs in use above which threads wait for one.
 FULL = 90.0
-#: Percent of the CPUs that other programs use from which on advice names them.
-FOREIGN = 20.0
 #: Actions that occur in fewer than this share of batches are rare: not in each of them.
 _RARE = 0.9
 #: Steps of the optimizer per stall, up to which the steps are the stalls.

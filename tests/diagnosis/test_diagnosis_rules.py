@@ -27,7 +27,6 @@ from lightning_perf.diagnosis import CODES, RULES, FunctionRule, Verdict, diagno
 from lightning_perf.diagnosis.report import evidence_text, headline
 from lightning_perf.diagnosis.rules import severity_of
 from lightning_perf.diagnosis.rules import steps as steps_rules
-from lightning_perf.diagnosis.rules.costs import checkpoint_bound, logger_bound
 from lightning_perf.diagnosis.signals import (
     GC,
     RECORDING,
@@ -40,6 +39,8 @@ from lightning_perf.diagnosis.signals import (
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 from lightning_perf.units import duration
 
+#: What each rule applies, by code.
+FIND: dict[str, Any] = {rule.code: getattr(rule, "find", None) for rule in RULES}
 PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
 STEPS = WINDOWS * BATCHES
 
@@ -658,7 +659,7 @@ def test_advised_checkpoints_are_rarer(seconds: float) -> None:
         {**FINE, "checkpoint": window(3, 7, 11, seconds=seconds)},
         named={writing: rarely(seconds, 3, 7, 11)},
     )
-    (impact,) = checkpoint_bound(signals, aim=0.025)
+    (impact,) = FIND["checkpoint-bound"](signals)
     now, advised = re.findall(r"very (\d+) batches", impact.advice)
     assert int(advised) >= 2 * int(now)
 
@@ -674,7 +675,7 @@ def test_advised_intervals_fit_into_the_run() -> None:
         },
         setup=Setup(log_every_n_steps=5),
     )  # fmt: skip
-    impacts = *logger_bound(signals, aim=0.0125), *checkpoint_bound(signals, aim=0.025)
+    impacts = *FIND["logger-bound"](signals), *FIND["checkpoint-bound"](signals)
     advices = [impact.advice for impact in impacts]
     advised = [int(re.search(r"(?:log_every_n_steps=|Every )(\d+)", text)[1]) for text in advices]
     assert len(advised) == 2

@@ -14,7 +14,6 @@ from lightning_perf.diagnosis.signals import (
     COMPILE,
     COMPUTE,
     FETCH,
-    FOREIGN,
     GC,
     RESTART,
     RUNNING,
@@ -28,35 +27,36 @@ if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Loader, Signals
     from lightning_perf.timing.totals import Action
 
-#: Percent of the CPUs in use above which loading counts as CPU work, and not as a wait for disks.
-_BUSY = 60.0
-#: Workers per CPU if loading does not need CPUs.
-_WORKERS_PER_CPU = 4
 #: The cost of a worker per batch: the transfer to the main process.
 _HANDOVER = 0.5e-3
-#: Advice is given if it shortens a step by this share.
-_WORTHWHILE = 0.02
-#: The same of more workers than there are: shorter waits may be those for their handover.
-_MORE_WORKERS = 0.1
-#: The same of workers that share CPUs with threads of torch: 8 and 14 % were promised to runs that
-#: then were 11 % slower.
-_CONTESTED = 0.15
-#: Reports and checkpoints that the advised interval leaves at least in a run of this length.
-_REPORTS_LEFT, _CHECKPOINTS_LEFT = 4, 2
 #: Categories of the computation of metrics, and of the steps of learning rate schedulers.
 _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
-#: Calls of a logger per batch at which Lightning logs, at least and at most: callbacks log at these
-#: batches, too, and what logs more often or less often does not follow `log_every_n_steps`.
-_FEWEST_CALLS, _MOST_CALLS = 0.5, 8
 #: Methods of loggers that Lightning calls at this interval.
 _AT_INTERVALS = (".log_metrics", ".save")
-#: The share of a class's time from which on one of its methods is the culprit; methods in a text.
-_ALMOST_ALL, _LISTED = 0.8, 5
+#: Methods of a class in a text.
+_LISTED = 5
 #: Lightning's own progress bars, which have a refresh rate.
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 
 
-def input_bound(signals: Signals) -> Iterable[Impact]:
+class Workers(NamedTuple):
+    """When more workers are advised, and how many."""
+
+    #: Percent of the CPUs in use from which on loading is CPU work, and not a wait for disks.
+    busy: float
+    #: Workers per CPU if loading does not need CPUs.
+    per_cpu: int
+    #: The share of a step by which advice shortens it: of the first workers; of more of them, since
+    #: shorter waits may be those for their handover; and of those that share CPUs with threads of
+    #: torch: 8 and 14 % were promised to runs that then were 11 % slower.
+    first: float
+    more: float
+    contested: float
+    #: Percent of the CPUs that other programs use from which on the advice names them.
+    named: float
+
+
+def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     """Batches are not ready when training needs them, except stalls of single batches."""
     stalls, excess = signals.stalls
     waits = signals.waits
@@ -64,7 +64,7 @@ def input_bound(signals: Signals) -> Iterable[Impact]:
         waits = np.maximum(waits - excess, 0.0)
     wait, loader = signals.per_batch(waits), signals.setup.loader
     workers = None if loader is None else loader.num_workers
-    advice, saves = _faster_loader(signals, wait)
+    advice, saves = _faster_loader(signals, wait, least)
     evidence = without_none(
         wait_seconds=wait, step_seconds=signals.step_seconds,
         cpu_percent=signals.average("system/cpu_util_simple"),
@@ -91,7 +91,7 @@ def _cpu_seconds(signals: Signals) -> float | None:
     return signals.per_batch(seconds)
 
 
-def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
+def _faster_loader(signals: Signals, wait: float, least: Workers) -> tuple[str, float | None]:
     """DataLoader settings that hide the loading, and the part of the wait that they save."""
     setup, loader, step = signals.setup, signals.setup.loader, signals.step_seconds
     if loader is None:
@@ -103,17 +103,17 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
     # Workers that start, or that validation waits for, do not load batches of training.
     apart = signals.per_batch(signals.restarts.seconds + signals.category("validation"))
     fetch = loader.num_workers * (step - apart) or wait  # of one worker
-    needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) >= _BUSY
-    most = max(setup.cpus if needs_cpu else _WORKERS_PER_CPU * setup.cpus, 1)
+    needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) >= least.busy
+    most = max(setup.cpus if needs_cpu else least.per_cpu * setup.cpus, 1)
     # Workers need CPUs that the model and other programs use, too.
     foreign, own = signals.foreign or 0.0, _cpu_seconds(signals) or 0.0
     on_cpus = own / max(setup.cpus * (1 - foreign / 100), 1e-6)
     floor = max(rest + _HANDOVER, on_cpus)
-    worthwhile = _MORE_WORKERS if loader.num_workers else _WORTHWHILE
+    worthwhile = least.more if loader.num_workers else least.first
     if setup.device == "cpu" and setup.threads > 1 and on_cpus > rest + _HANDOVER:
         # Threads of torch wait for the one that shares its CPU with a worker: from all to none of
         # the idle CPU time can be used.
-        floor, worthwhile = (on_cpus + max(step, on_cpus)) / 2, _CONTESTED
+        floor, worthwhile = (on_cpus + max(step, on_cpus)) / 2, least.contested
     # A tenth more than needed: workers do not finish in step.
     workers = min(max(ceil(1.1 * fetch / max(floor - apart, 1e-6)), 1), most)
     # Nothing loads the first batch of an epoch ahead.
@@ -142,7 +142,7 @@ def _faster_loader(signals: Signals, wait: float) -> tuple[str, float | None]:
     less = "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
     if setup.batches_per_epoch == 1:
         less = "an epoch has one batch, and workers load ahead within an epoch. Use longer epochs"
-    elif floor >= (1 - worthwhile) * step and foreign > FOREIGN:
+    elif floor >= (1 - worthwhile) * step and foreign > least.named:
         more = "help for certain only if loading waits, as for a network"
         less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
     none = f" {_no_workers(signals)}." if loader.num_workers else ""
@@ -216,8 +216,8 @@ class _Hooks(NamedTuple):
     impact: Impact
 
 
-def _hooks(signals: Signals, kind: str, *categories: str) -> Iterator[_Hooks]:
-    """The methods in some categories, by class; only the most costly if it is almost all of it."""
+def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Iterator[_Hooks]:
+    """The methods in some categories, by class; only the most costly if it is a share ``named``."""
     classes: defaultdict[str, dict[Action, float]] = defaultdict(dict)
     for row in signals.rows(*categories):
         owner, dot, _ = row.name.partition(".")
@@ -229,7 +229,7 @@ def _hooks(signals: Signals, kind: str, *categories: str) -> Iterator[_Hooks]:
     for owner, costs in classes.items():
         rows = sorted(costs, key=costs.__getitem__, reverse=True)
         slowest, total = rows[0], sum(costs.values())
-        rows = rows[:1] if costs[slowest] >= _ALMOST_ALL * total else rows
+        rows = rows[:1] if costs[slowest] >= named * total else rows
         within = signals.within(rows)
         if _METRICS in within:  # the rank that is late waits least for the others
             within[_METRICS] = np.minimum(within[_METRICS], signals.shared(_METRICS))
@@ -253,9 +253,12 @@ def _hooks(signals: Signals, kind: str, *categories: str) -> Iterator[_Hooks]:
         yield _Hooks(owner, {row: costs[row] for row in rows}, calls, takes, impact)
 
 
-def callback_bound(signals: Signals) -> Iterable[Impact]:
-    """Hooks of a callback or of the module, or a metric, take long: one impact per class."""
-    for hooks in _hooks(signals, "hooks", "callbacks", "other", _METRICS, _SCHEDULERS):
+def callback_bound(signals: Signals, named: float) -> Iterable[Impact]:
+    """Hooks of a callback or of the module, or a metric, take long: one impact per class.
+
+    The culprit is a hook if it takes a share ``named`` of the class's time.
+    """
+    for hooks in _hooks(signals, "hooks", named, "callbacks", "other", _METRICS, _SCHEDULERS):
         advice = "Call its work less often, or move it off the training thread."
         if hooks.owner in signals.setup.ours:
             less = "record or report less often (schedule), or leave it out"
@@ -265,22 +268,31 @@ def callback_bound(signals: Signals) -> Iterable[Impact]:
         yield replace(hooks.impact, advice=f"{hooks.takes}. {advice}")
 
 
-def logger_bound(signals: Signals, aim: float) -> Iterable[Impact]:
-    """Writing metrics takes long: one impact per logger. The advice aims at a share of the time."""
+def logger_bound(
+    signals: Signals, named: float, aim: float, left: int, follows: tuple[float, float]
+) -> Iterable[Impact]:
+    """Writing metrics takes long: one impact per logger.
+
+    The culprit is a method if it takes a share ``named`` of the logger's time. The advice aims at a
+    share of the time, and leaves some reports in a run of this length. Calls follow
+    `log_every_n_steps` if their number per batch at which Lightning logs is between two: callbacks
+    log at these batches, too.
+    """
+    least, most = follows
     every = signals.setup.log_every_n_steps
     batches, epochs = (
         float(signals.steady(values).sum()) for values in (signals.counts, signals.restarts.calls)
     )
     asked = batches / max(every, 1)
-    for hooks in _hooks(signals, "methods", "logging"):
+    for hooks in _hooks(signals, "methods", named, "logging"):
         slowest, calls, saves = next(iter(hooks.costs)), hooks.calls, None
         # Lightning logs at ends of epochs as well.
-        follows = _FEWEST_CALLS * asked <= calls - epochs <= _MOST_CALLS * asked
-        if follows and slowest.name.endswith(_AT_INTERVALS):
+        regular = least * asked <= calls - epochs <= most * asked
+        if regular and slowest.name.endswith(_AT_INTERVALS):
             share = signals.share(hooks.impact.seconds)
-            rarer = max(min(round(share / aim), int(asked / _REPORTS_LEFT)), 2) * every
-            regular = [cost for r, cost in hooks.costs.items() if r.name.endswith(_AT_INTERVALS)]
-            saves = sum(regular) / sum(hooks.costs.values())
+            rarer = max(min(round(share / aim), int(asked / left)), 2) * every
+            rare = [cost for r, cost in hooks.costs.items() if r.name.endswith(_AT_INTERVALS)]
+            saves = sum(rare) / sum(hooks.costs.values())
             saves *= (1 - epochs / calls) * (1 - every / rarer)
             advice = f"Trainer(log_every_n_steps={rarer}) instead of {every} gives {PROMISE}."
         else:
@@ -295,10 +307,10 @@ def logger_bound(signals: Signals, aim: float) -> Iterable[Impact]:
         )
 
 
-def checkpoint_bound(signals: Signals, aim: float) -> Iterable[Impact]:
+def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact]:
     """Writing checkpoints takes long; the culprit is the hook with the largest share.
 
-    The advice aims at a share of the time.
+    The advice aims at a share of the time, and leaves some checkpoints in a run of this length.
     """
     apart = ("", GC, COMPILE)
     rows = [r for r in signals.actions if r.category == "checkpoint" and r.stage not in apart]
@@ -309,7 +321,7 @@ def checkpoint_bound(signals: Signals, aim: float) -> Iterable[Impact]:
     saves = max(float(signals.total(writes).calls.sum()), 1.0)
     per_checkpoint = float(seconds.sum() / saves)
     interval = signals.batches / saves
-    times = max(min(signals.share(seconds) / aim, saves / _CHECKPOINTS_LEFT), 2)
+    times = max(min(signals.share(seconds) / aim, saves / left), 2)
     rarer = max(round(interval * times), 2)
     slowest = max(rows, key=signals.seconds).name
     advice = (

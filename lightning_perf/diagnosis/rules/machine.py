@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.rules import Impact, Verdict, without_none
-from lightning_perf.diagnosis.signals import COMPUTE, FOREIGN, FULL, WAITING, Signals, Unknown
+from lightning_perf.diagnosis.signals import COMPUTE, FULL, WAITING, Signals, Unknown
 from lightning_perf.units import bytes_text, counted, duration
 
 if TYPE_CHECKING:
@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 
     from lightning_perf.diagnosis.stats import Numbers
 
-#: Samples required for a trend, and the share of the run that is its warm-up.
-_FEWEST_SAMPLES, _WARMUP = 8, 0.2
-#: Growth that continues: the second half grows at this share of the whole run's rate.
-_CONTINUES = 0.4
-#: Shares of the time: of computing while the host does nothing else, and of its waits for the GPU.
-_LAUNCHES, _WAITS = 0.7, 0.05
+#: The share of the run that is the warm-up of its memory.
+_WARMUP = 0.2
 
 
 class Growth(NamedTuple):
@@ -31,6 +27,19 @@ class Growth(NamedTuple):
     share: float
     #: Seconds until the memory is full that are critical.
     soon: float
+    #: The second half grows at this share of the whole run's rate.
+    continues: float
+    #: Samples required for a trend.
+    samples: int
+
+
+class Idling(NamedTuple):
+    """The idling of a GPU that is worth a verdict, as shares of the time."""
+
+    idle: float
+    #: The host launches kernels if it computes for this share, and waits for the GPU for less.
+    computing: float
+    waiting: float
 
 
 def host_memory_growth(signals: Signals, least: Growth) -> Iterable[Verdict]:
@@ -61,9 +70,9 @@ def _growth(
     """Memory in bytes that grows to the end, and the bytes left."""
     from scipy.stats import theilslopes  # robust to a few outliers
 
-    if len(sizes) < _FEWEST_SAMPLES:
+    if len(sizes) < least.samples:
         count = counted(len(sizes), "sample")
-        raise Unknown(f"memory has {count} after the warm-up, and a trend needs {_FEWEST_SAMPLES}")
+        raise Unknown(f"memory has {count} after the warm-up, and a trend needs {least.samples}")
     whole, level = theilslopes(sizes, times), float(sizes[0])
     grown = float(whole.slope) * (times[-1] - times[0])
     if whole.low_slope <= 0 or grown < max(least.least_bytes, least.share * level):
@@ -71,7 +80,7 @@ def _growth(
     half = len(sizes) // 2
     later = theilslopes(sizes[half:], times[half:])
     rate = float(later.slope)
-    if later.low_slope <= 0 or rate < _CONTINUES * whole.slope:
+    if later.low_slope <= 0 or rate < least.continues * whole.slope:
         return
     per_batch = rate * float(signals.wall.sum()) / max(signals.batches, 1)
     left = None if free is None else free / rate
@@ -104,10 +113,11 @@ def _samples(signals: Signals, column: str, unit: float) -> tuple[Numbers, Numbe
     return times[kept], sizes[kept], signals.recordings[kept]
 
 
-def cpu_saturated(signals: Signals, hidden: float) -> Iterable[Impact]:
+def cpu_saturated(signals: Signals, hidden: float, named: float) -> Iterable[Impact]:
     """The training thread is ready to run while other threads use the CPUs.
 
-    Workers hide the loading if waiting for batches takes less than the share ``hidden``.
+    Workers hide the loading if waiting for batches takes less than the share ``hidden``. Other
+    programs are named if they use more than ``named`` percent of the CPUs.
     """
     if WAITING not in signals.actions:
         raise Unknown("the kernel does not say how long a thread waits for a CPU")
@@ -120,7 +130,7 @@ def cpu_saturated(signals: Signals, hidden: float) -> Iterable[Impact]:
     elsewhere = "run them elsewhere, or give this training CPUs of its own."
     reduce = f"Use fewer {', or fewer '.join(fewer)}."
     crowded = setup.threads > setup.cpus  # its threads wait for one another
-    if foreign is not None and foreign > FOREIGN:
+    if foreign is not None and foreign > named:
         advice = f"Other programs use {foreign:.0f}% of the CPUs: {elsewhere}"
         # More of them than CPUs that are left wait for one another.
         advice += f" {reduce}" * (setup.threads > max(1, setup.cpus * (1 - foreign / 100)))
@@ -182,16 +192,16 @@ def throttled(signals: Signals, percent: float, critical: float) -> Iterable[Ver
     yield Verdict("throttled", severity, evidence=evidence, advice=advice)
 
 
-def low_gpu_utilization(signals: Signals, idle: float) -> Iterable[Impact]:
+def low_gpu_utilization(signals: Signals, least: Idling) -> Iterable[Impact]:
     """The GPU is idle for a share of the time while the host computes, for no other reason."""
     advice = (
         "The GPU has work {busy:.0%} of the time: use a larger batch size, and a trace (PyTorch()) "
         "to see what the host does meanwhile."
     )
-    yield from _idling(signals, least=idle, launches=False, advice=advice)
+    yield from _idling(signals, least, launches=False, advice=advice)
 
 
-def launch_bound(signals: Signals, idle: float) -> Iterable[Impact]:
+def launch_bound(signals: Signals, least: Idling) -> Iterable[Impact]:
     """The host launches kernels in forward and backward more slowly than the GPU executes them.
 
     The GPU is idle for a share of the time.
@@ -201,11 +211,11 @@ def launch_bound(signals: Signals, idle: float) -> Iterable[Impact]:
         "Kernels are too small for the GPU, which has work {busy:.0%} of the time: use "
         f"{compiler}CUDA graphs or a larger batch size."
     )
-    yield from _idling(signals, least=idle, launches=True, advice=advice)
+    yield from _idling(signals, least, launches=True, advice=advice)
 
 
-def _idling(signals: Signals, least: float, launches: bool, advice: str) -> Iterable[Impact]:
-    """What the host spends on computing beyond the GPU's work, if that idles for a share ``least``.
+def _idling(signals: Signals, least: Idling, launches: bool, advice: str) -> Iterable[Impact]:
+    """What the host spends on computing beyond the GPU's work, if that idles.
 
     ``launches`` is whether the host launches kernels all the time.
     """
@@ -213,9 +223,9 @@ def _idling(signals: Signals, least: float, launches: bool, advice: str) -> Iter
         return
     idle = _gpu_idle(signals)
     compute = sum((signals.category(name) for name in COMPUTE), signals.nothing)
-    busy = signals.share(compute) >= _LAUNCHES
-    busy = busy and signals.share(signals.category("from_device")) <= _WAITS
-    if idle <= least or busy != launches:
+    busy = signals.share(compute) >= least.computing
+    busy = busy and signals.share(signals.category("from_device")) <= least.waiting
+    if idle <= least.idle or busy != launches:
         return
     # While the host does something else, the GPU may have work or not: what it has is counted here.
     seconds = np.maximum(compute - (1 - idle) * signals.wall, 0.0)

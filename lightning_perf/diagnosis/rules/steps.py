@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 
 #: Hooks that callbacks and modules run once before the first batch.
 _BEFORE = (".on_train_start", ".on_train_epoch_start")
-#: Stalls are further optimizer steps if the numbers of both differ by this share at most.
-_ALIKE = 0.2
-#: Stalls of which a larger share are adjacent are a series of slow batches.
-_CONTIGUOUS = 0.8
-#: The share of the collections' time from which on what they interrupt is the culprit.
-_ALMOST_ALL = 0.8
 
 
 def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iterable[Impact]:
@@ -92,8 +86,11 @@ def recompile(signals: Signals, fewest: float) -> Iterable[Impact]:
     )  # fmt: skip
 
 
-def gc_pauses(signals: Signals) -> Iterable[Impact]:
-    """Python's garbage collector pauses training, on any thread."""
+def gc_pauses(signals: Signals, named: float) -> Iterable[Impact]:
+    """Python's garbage collector pauses training, on any thread.
+
+    What it interrupts for a share ``named`` of its time is the culprit.
+    """
     rows = [row for row in signals.actions if row.stage == GC]
     most = signals.slowest(rows)
     if most is None:
@@ -114,8 +111,7 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     evidence: dict[str, float | str] = {
         "collections": count, "seconds_per_collection": per_collection, "mostly_in": most.name,
     }  # fmt: skip
-    named = share >= _ALMOST_ALL
-    culprit, phase = (most.name, most.category) if named else (None, None)
+    culprit, phase = (most.name, most.category) if share >= named else (None, None)
     yield Impact(
         seconds, events, culprit, phase, evidence=evidence, advice=advice,
         certain=1 - 1 / count,  # a single one may not come again
@@ -123,11 +119,17 @@ def gc_pauses(signals: Signals) -> Iterable[Impact]:
     )  # fmt: skip
 
 
-def periodic_stall(signals: Signals, fewest: int) -> Iterable[Impact]:
-    """Some batches take many times as long as the others, and no named event explains it."""
+def periodic_stall(
+    signals: Signals, fewest: int, adjacent: float, alike: float
+) -> Iterable[Impact]:
+    """Some batches take many times as long as the others, and no named event explains it.
+
+    If more than a share of them is ``adjacent``, they are a series of slow batches. They are
+    further optimizer steps if the numbers of both differ by a share ``alike`` at most.
+    """
     stalls, excess = signals.stalls
     count = len(stalls.positions)
-    if count < fewest or np.mean(np.diff(stalls.positions) == 1) > _CONTIGUOUS:
+    if count < fewest or np.mean(np.diff(stalls.positions) == 1) > adjacent:
         return
     phase = signals.phase_of(excess)
     if phase in ("callbacks", "logging", "checkpoint"):
@@ -136,7 +138,7 @@ def periodic_stall(signals: Signals, fewest: int) -> Iterable[Impact]:
     evidence = without_none(
         stalls=float(count), seconds_per_stall=per_stall, period_batches=stalls.period
     )
-    if stalls.period is not None and (more := _further_steps(signals, count)):
+    if stalls.period is not None and (more := _further_steps(signals, count, alike)):
         advice = (
             f"Every {stalls.period:.0f} batches one has a further {more}, which takes "
             f"{duration(per_stall)}: this is the module's own work, in manual optimization."
@@ -162,13 +164,13 @@ def periodic_stall(signals: Signals, fewest: int) -> Iterable[Impact]:
     yield Impact(excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False)
 
 
-def _further_steps(signals: Signals, stalls: int) -> str:
+def _further_steps(signals: Signals, stalls: int, alike: float) -> str:
     """What manual optimization does in as many batches as there are stalls, beyond all others."""
     if signals.setup.automatic_optimization:
         return ""
     for category, step in (("optimizer_step", "optimizer step"), ("backward", "backward")):
         calls = float(signals.total(signals.rows(category)).calls.sum())
-        if abs(calls % max(signals.batches, 1) - stalls) <= _ALIKE * stalls:
+        if abs(calls % max(signals.batches, 1) - stalls) <= alike * stalls:
             return step
     return ""
 
