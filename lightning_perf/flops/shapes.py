@@ -325,8 +325,6 @@ _RECOUNTS, _MORE_RECOUNTS = 11, 31
 _CHECKED_AFTER, _CHECKED_EVERY = 40, 200
 #: At most one batch in 20 is counted, after the first 30 counted ones.
 _PER_COUNT, _FREE = 20, 30 * 20
-#: Batches since the last counted one after which the start of an epoch has one checked.
-_RARELY = 100
 
 
 @dataclass(slots=True)
@@ -352,9 +350,8 @@ class FlopCache:
     # Batches so far, and those that were counted.
     _batches: int = 0
     _counted: int = 0
-    # The batch after which one of a counted signature is counted again, and when that was decided.
+    # The batch after which one of a counted signature is counted again.
     _due: int = 0
-    _decided: int = 0
     #: Predictions since the last one that was verified.
     _unverified: int = 0
 
@@ -432,14 +429,8 @@ class FlopCache:
         self._changes, self._gap = 0, min(2 * self._gap, _CHECKED_EVERY)
         return True
 
-    def begin_epoch(self) -> None:
-        """Check one of the first batches of an epoch, unless one was counted lately."""
-        if self._batches - self._decided >= _RARELY and not self._recounting:
-            self._wait(2)
-
     def _wait(self, batches: int) -> None:
         """Count again after some batches, or after more if too many were counted."""
-        self._decided = self._batches
         self._due = max(self._batches + batches, _PER_COUNT * self._counted - _FREE)
 
     def _forget(self) -> None:

@@ -180,9 +180,7 @@ class FlopMeter:
         pause = _PAUSE[self.module.automatic_optimization or not train]
         loader = 0 if train else self._loader
         key = self._stage, trainable, loader, compat.skips_backward(self._trainer)
-        cache = self._caches.setdefault(key, FlopCache(_TRIES if train else 1, pause))
-        cache.begin_epoch()
-        return cache
+        return self._caches.setdefault(key, FlopCache(_TRIES if train else 1, pause))
 
     def _find_cost(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         """Predict the cost of a batch with a new signature, or start counting it."""
