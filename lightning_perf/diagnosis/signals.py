@@ -119,8 +119,8 @@ class Signals:
     steps: Numbers = field(default_factory=lambda: np.empty(0))
     #: Model FLOPs of the same batches; NaN where they are unknown. Empty if all are.
     flops: Numbers = field(default_factory=lambda: np.empty(0))
-    #: Whether each of these batches was the first of its epoch; empty if that is unknown.
-    firsts: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, dtype=bool))
+    #: Which of these batches were the first ones of their epochs.
+    firsts: NDArray[np.intp] = field(default_factory=lambda: np.empty(0, dtype=np.intp))
     #: Batches before the first one in ``steps``.
     dropped: int = 0
     #: Seconds of the first batch of the run.
@@ -370,8 +370,7 @@ class Signals:
     def within_epochs(self) -> Numbers:
         """Seconds of batches, with NaN for the first batch of each epoch and those slowed down."""
         steps = self.steps.copy()
-        if len(self.firsts):
-            steps[self.firsts] = np.nan
+        steps[self.firsts] = np.nan
         if not self.dropped and len(steps):
             steps[0] = np.nan
         return steps
@@ -389,8 +388,6 @@ class Signals:
         window = window.clip(0, max(len(ends) - 1, 0))
         excess = np.bincount(window, weights=stalls.excess, minlength=len(ends)).astype(float)
         excess -= self._rare(len(stalls.positions))
-        if not len(self.firsts):  # otherwise the first batches of epochs are left out
-            excess -= self.restarts.seconds
         return stalls, np.maximum(excess, 0.0)
 
     def _rare(self, stalls: int) -> Numbers:

@@ -188,10 +188,11 @@ class Collector:
         # Lightning creates this loader with the first validation.
         loader = _loader(compat.validation_loader(context.trainer))
         steps = np.array(self._steps, dtype=float).reshape(-1, len(Step._fields))
-        times, flops, firsts = steps.T
+        times, flops, begins_epoch = steps.T
         return Signals(
-            self._log.windows(), times, flops, firsts > 0, self._count - len(steps), self._first,
-            context.training_mfu(), replace(self._setup, validation_loader=loader),
+            self._log.windows(), times, flops, np.flatnonzero(begins_epoch),
+            self._count - len(steps), self._first, context.training_mfu(),
+            replace(self._setup, validation_loader=loader),
         )  # fmt: skip
 
     def close(self, reason: str) -> dict[str, object]:

@@ -82,9 +82,6 @@ class FlopMeter:
         self._declares = self._compiled = False
         #: Whether the module declares the FLOPs of this stage's batches.
         self._declared = False
-        #: The last declared value and its cost.
-        self._declared_flops: float | None = None
-        self._declared_cost: BatchCost | None = None
         self._caches: dict[Hashable, FlopCache] = {}
         #: The costs of this stage's signatures; None until its next step.
         self._cache: FlopCache | None = None
@@ -116,7 +113,6 @@ class FlopMeter:
         if not self.wanted:
             return
         self._declares = getattr(self.module, "flops_per_batch", None) is not None
-        self._declared_flops = None
         self._compiled = is_compiled(self.module)
         self.resume(stage)
         self.peaks.get(self.peaks.dtype)
@@ -246,12 +242,10 @@ class FlopMeter:
         if self.counting is not None:
             counts = self.counting.counts(begun, self._automatic)
             self._stop_counting()
-        if batch is None:  # Lightning skipped it
+        if batch is None or not (begun or self._declared):  # Lightning skipped it
             self.work, self.counted = None, False
         elif self._declared:
             self.work, self.counted = self._declared_work(batch), False
-        elif not begun:
-            self.work, self.counted = None, False
         elif counts is not None:
             self.counted = True
             try:
@@ -294,8 +288,6 @@ class FlopMeter:
         try:
             value: Any = self.module.flops_per_batch
             flops = float(value(batch) if callable(value) else value)
-            if flops == self._declared_flops:
-                return self._declared_cost
             if not (math.isfinite(flops) and flops > 0):
                 raise ValueError(f"{flops!r} is not a positive number")
         except Exception as error:
@@ -307,9 +299,7 @@ class FlopMeter:
             )
             return None
         own = {self.peaks.dtype: round(flops / self.sharing)}
-        self._declared_flops = flops
-        self._declared_cost = self.peaks.cost_of(Counts(model=own, hardware=own))
-        return self._declared_cost
+        return self.peaks.cost_of(Counts(model=own, hardware=own))
 
 
 class _Step(MethodPatch):

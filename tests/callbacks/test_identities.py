@@ -386,5 +386,4 @@ def test_each_epoch_begins_where_it_really_does(tmp_path: Path, clock: FakeClock
 
     diagnosis = Diagnosis(terminal=False)
     trainer(tmp_path, diagnosis, max_epochs=3).fit(Early(clock))
-    firsts = diagnosis._diagnosed.firsts
-    assert [at for at, first in enumerate(firsts) if first] == [0, 3, 7]
+    assert diagnosis._diagnosed.firsts.tolist() == [0, 3, 7]
