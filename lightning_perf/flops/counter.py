@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_perf.flops.attention import Work
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _SPARSE = frozenset(
     [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 )
+#: Tensors whose operators Python and autograd call alike.
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,13 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # tensors, which for a DTensor are the share of this rank.
             return NotImplemented
         kwargs = kwargs or {}
+        if any(type(each) not in _PLAIN for each in _tensors((*args, *kwargs.values()))):
+            # Python calls the user's __torch_function__, which autograd does not in a backward.
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._run(operator, args, kwargs)
+        return self._run(operator, args, kwargs)
+
+    def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = None
         if is_composite(operator):
             parts = parts_of(operator, [*_tensors((*args, *kwargs.values()))])
