@@ -9,6 +9,7 @@ from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import RULES, FunctionRule, Impact, Rule, Signals, Unknown, Verdict
 from lightning_perf.errors import ConfigError, PerfWarning, RecorderBusy
+from lightning_perf.flops.external import flop_formula
 from lightning_perf.profilers.base import Names, Profiler, Recorded, Recording
 from lightning_perf.profilers.tools import defaults, refuse_python_profiler, refuse_torch_profiler
 from lightning_perf.run.run import Run
@@ -23,6 +24,6 @@ __all__ = [
     "Names", "NotHere", "PerfWarning", "Profiler", "Ranks", "Recorded", "RecorderBusy", "Recording",
     "Rule", "Run", "Schedule", "Signal", "Signals", "Time", "TimeUnit", "Timestamp", "Tracker",
     "Trigger", "Unknown", "Verdict", "Window", "WindowCallback", "as_schedule", "defaults", "flag",
-    "needs", "rank_list", "refuse_python_profiler", "refuse_torch_profiler", "stage_list", "times",
-    "whole",
+    "flop_formula", "needs", "rank_list", "refuse_python_profiler", "refuse_torch_profiler",
+    "stage_list", "times", "whole",
 ]  # fmt: skip

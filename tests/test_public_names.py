@@ -30,8 +30,8 @@ def test_public_names_are_frozen() -> None:
 FOR_AUTHORS = """
 ConfigError Context FOREVER FunctionRule Impact Limits Moment Names NotHere PerfWarning Profiler
 RULES Ranks Recorded RecorderBusy Recording Rule Run Schedule Signal Signals Time TimeUnit Timestamp
-Tracker Trigger Unknown Verdict Window WindowCallback as_schedule defaults flag needs rank_list
-refuse_python_profiler refuse_torch_profiler stage_list times whole
+Tracker Trigger Unknown Verdict Window WindowCallback as_schedule defaults flag flop_formula needs
+rank_list refuse_python_profiler refuse_torch_profiler stage_list times whole
 """
 
 

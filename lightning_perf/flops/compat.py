@@ -40,9 +40,8 @@ def is_recomputation() -> bool:
     gradients are enabled, a function of the graph has enabled them to run a forward again.
     Otherwise only torch's own checkpointing is recognized.
     """
-    task = getattr(torch._C, "_current_graph_task_id", None)
-    if task is not None:
-        if task() == -1:
+    if hasattr(torch._C, "_current_graph_task_id"):
+        if not is_in_backward():
             return False
         if torch.is_grad_enabled() and _DIFFERENTIATED[-1:] == [False]:
             return True
@@ -59,6 +58,18 @@ def is_recomputation() -> bool:
             return True
         frame, callee = frame.f_back, code
     return False
+
+
+def is_in_backward() -> bool:
+    """Whether the calling thread runs a backward; False where torch does not tell."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
+
+
+def current_mode() -> object:
+    """The innermost dispatch mode of the calling thread; None where torch does not tell."""
+    find = getattr(_python_dispatch, "_get_current_dispatch_mode", None)
+    return None if find is None else find()
 
 
 #: What splits an operator into its parts; all or none of it is used.
@@ -151,12 +162,13 @@ class Patches:
     """What is replaced of torch while any thread is inside of a mode of this kind.
 
     ``Tensor.__new__``, so that counted code can construct tensors of its own classes, which torch
-    refuses under a mode; and the function that starts each backward. The mode has the methods
-    ``begin`` and ``end``.
+    refuses under a mode; the function that starts each backward; and what ``wrap`` wraps, until
+    its ``restore``. The mode has the methods ``begin`` and ``end``.
     """
 
-    def __init__(self, kind: type[Any]) -> None:
-        self._kind = kind
+    def __init__(self, kind: type[Any], wrap: Callable[[], Any]) -> None:
+        self._kind, self._wrap = kind, wrap
+        self._wrapped: Any = None
         self._lock, self._users = Lock(), 0
         # Another library's replacement, such as DeepSpeed's.
         self._replaced: Any = None
@@ -172,6 +184,8 @@ class Patches:
             if not self._users and hasattr(_python_dispatch, "_get_current_dispatch_mode"):
                 self._replaced = vars(Tensor).get("__new__")
                 Tensor.__new__ = self._construct  # type: ignore[method-assign, assignment]
+            if not self._users:
+                self._wrapped = self._wrap()
             self._backward.wrap(torch.autograd, RUN, _Backward)
             self._users += 1
 
@@ -182,6 +196,7 @@ class Patches:
             if self._users:
                 return
             self._backward.restore()
+            self._wrapped.restore()
             # Whoever replaced it later restores it.
             if getattr(vars(Tensor).get("__new__"), "__self__", None) is self:
                 del Tensor.__new__
@@ -190,7 +205,7 @@ class Patches:
 
     def _construct(self, kind: type[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """As ``Tensor.__new__``, outside of the modes of this thread."""
-        mode = _python_dispatch._get_current_dispatch_mode()
+        mode: Any = current_mode()
         if not isinstance(mode, self._kind):
             return super(Tensor, kind).__new__(kind, *args, **kwargs)
         mode.end()

@@ -7,26 +7,38 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_perf.flops.compat import Patches, is_recomputation, parts_of
+from lightning_perf.flops.attention import Work
+from lightning_perf.flops.compat import (
+    Patches,
+    current_mode,
+    is_in_backward,
+    is_recomputation,
+    parts_of,
+)
+from lightning_perf.flops.external import Wrapped
 from lightning_perf.flops.operators import (
     CUDNN,
+    Call,
     Formula,
     formula_of,
     is_composite,
     qualified_name,
     tf32_is_on,
+    work_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 
 _SPARSE = frozenset(
     [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc]
 )
+#: Tensors whose operators Python and autograd call alike.
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,8 @@ class Counts:
     tracked_operations: int = 0
     #: Calls of operators with unknown FLOPs, by name.
     untracked_names: Mapping[str, int] = field(default_factory=dict)
+    #: Of the model's, FLOPs of attention that causal masks hide, by dtype.
+    hidden: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def untracked_operations(self) -> int:
@@ -70,7 +84,7 @@ def mean(batches: Sequence[Counts]) -> Counts:
 
 def weighted(parts: Iterable[tuple[float, Counts]]) -> Counts:
     """The sum of counts, each multiplied by a weight, in whole numbers."""
-    names = ("model", "hardware", "untracked_names")
+    names = ("model", "hardware", "untracked_names", "hidden")
     sums: dict[str, dict[str, float]] = {name: {} for name in names}
     operations = 0.0
     for weight, counts in parts:
@@ -79,8 +93,8 @@ def weighted(parts: Iterable[tuple[float, Counts]]) -> Counts:
             for key, value in getattr(counts, name).items():
                 sums[name][key] = sums[name].get(key, 0.0) + weight * value
     whole = ({key: round(value) for key, value in sums[name].items()} for name in names)
-    model, hardware, untracked = whole
-    return Counts(model, hardware, round(operations), untracked)
+    model, hardware, untracked, hidden = whole
+    return Counts(model, hardware, round(operations), untracked, hidden)
 
 
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -110,18 +124,30 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth = 0
         #: Whether nothing is counted for now.
         self.paused = False
+        #: Whether a function of `EXTERNAL` runs, whose formula covers what it calls.
+        self.within_external = False
         self._fake_mode: object = None
         self._model: Counter[str] = Counter()
         self._hardware: Counter[str] = Counter()
+        self._hidden: Counter[str] = Counter()
+        # Calls whose FLOPs are known once the device has done them.
+        self._later: list[tuple[str, Callable[[], Work], str, bool]] = []
         self._tracked = 0
         self._untracked_names: Counter[str] = Counter()
 
     @property
     def counts(self) -> Counts:
-        """The counts so far."""
+        """The counts so far; on a GPU it may wait for the lengths of packed sequences."""
+        later, self._later = self._later, []
+        for name, read, dtype, recomputed in later:
+            try:
+                self._add(dtype, read(), recomputed)
+            except Exception:
+                self._untracked_names[name] += 1
         return Counts(
-            dict(self._model), dict(self._hardware), self._tracked, dict(self._untracked_names)
-        )
+            dict(self._model), dict(self._hardware), self._tracked, dict(self._untracked_names),
+            dict(self._hidden),
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         if self._depth == 0:
@@ -158,6 +184,13 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # tensors, which for a DTensor are the share of this rank.
             return NotImplemented
         kwargs = kwargs or {}
+        if any(type(each) not in _PLAIN for each in _tensors((*args, *kwargs.values()))):
+            # Python calls the user's __torch_function__, which autograd does not in a backward.
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._run(operator, args, kwargs)
+        return self._run(operator, args, kwargs)
+
+    def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = None
         if is_composite(operator):
             parts = parts_of(operator, [*_tensors((*args, *kwargs.values()))])
@@ -169,24 +202,51 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.end()
         out = operator(*args, **kwargs)
         try:
-            self._count(operator, args, out)
+            self._count(Call(operator, args, kwargs), out)
         except Exception:  # no formula or an unexpected shape, which must not stop training
             self._untracked_names[qualified_name(operator)] += 1
         return out
 
-    def _count(self, operator: Any, args: tuple[Any, ...], out: object) -> None:
-        formula = formula_of(operator)
+    def _count(self, call: Call, out: object) -> None:
+        formula = formula_of(call.operator)
         # Another fake mode only computes shapes, as DTensor does for global shapes.
-        if formula is None or self.paused or _fake_mode((*args, out)) is not self._fake_mode:
+        if formula is None or self.paused or _fake_mode((*call.args, out)) is not self._fake_mode:
             return
-        dtype, flops = _work(formula, args, out)
+        dtype, factor = _dtype(formula, [*_tensors((*call.args, *call.kwargs.values()))])
+        work = work_of(formula, call, out)
         self._tracked += 1
-        self._hardware[dtype] += flops
-        if not is_recomputation():
-            self._model[dtype] += flops
+        if callable(work):
+            self._later.append((qualified_name(call.operator), work, dtype, is_recomputation()))
+        else:
+            whole = work if isinstance(work, Work) else Work(int(work) * factor)
+            self._add(dtype, whole, is_recomputation())
+
+    def add(self, dtype: str, work: Work) -> None:
+        """Count a call that torch's dispatcher does not see."""
+        if self._depth and not self.paused:
+            self._tracked += 1
+            self._add(dtype, work, is_recomputation())
+
+    def add_unknown(self, name: str) -> None:
+        """List a call with unknown FLOPs; its backward is not listed again."""
+        if not is_in_backward():
+            self._untracked_names[name] += 1
+
+    def _add(self, dtype: str, work: Work, recomputed: bool) -> None:
+        self._hardware[dtype] += work.flops
+        if not recomputed:
+            self._model[dtype] += work.flops
+            if work.hidden:
+                self._hidden[dtype] += work.hidden
 
 
-_PATCHES = Patches(FlopCounter)
+def _active() -> FlopCounter | None:
+    """The counter of the calling thread, if it counts."""
+    mode = current_mode()
+    return mode if isinstance(mode, FlopCounter) and not mode.paused else None
+
+
+_PATCHES = Patches(FlopCounter, lambda: Wrapped(_active))
 
 
 def _fake_mode(values: Sequence[Any]) -> object:
@@ -195,8 +255,8 @@ def _fake_mode(values: Sequence[Any]) -> object:
     return next((mode for mode in modes if mode is not None), None)
 
 
-def _work(formula: Formula, args: tuple[Any, ...], out: object) -> tuple[str, int]:
-    tensors = list(_tensors(args))
+def _dtype(formula: Formula, tensors: Sequence[Tensor]) -> tuple[str, int]:
+    """The dtype of the operands, and by what the FLOPs of real numbers are multiplied."""
     if any(tensor.layout in _SPARSE for tensor in tensors):
         raise NotImplementedError  # it depends on the values
     dtype = tensors[0].dtype
@@ -205,7 +265,7 @@ def _work(formula: Formula, args: tuple[Any, ...], out: object) -> tuple[str, in
     nvidia = tensors[0].device.type == "cuda" and torch.version.hip is None
     if nvidia and formula in CUDNN and name == "float32" and tf32_is_on(cudnn=True):
         name = "tf32"
-    return name, int(formula(args, out)) * (4 if dtype.is_complex else 1)
+    return name, 4 if dtype.is_complex else 1
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:

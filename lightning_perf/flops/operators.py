@@ -6,22 +6,79 @@ Elementwise operators, reductions, outer products and data movement do not count
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_perf.flops.attention import Attention, Work
 from lightning_perf.flops.compat import is_registered_composite
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Args = Sequence[Any]
+#: FLOPs; with what a causal mask hides; or a function that reads what decides them later.
+Flops = int | Work | Callable[[], Work]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator: an overload or a higher-order operator."""
+
+    operator: Any
+    args: Args
+    kwargs: Mapping[str, Any]
+
+    def named(self) -> dict[str, Any]:
+        """The arguments by name, with their defaults."""
+        schema = getattr(self.operator, "_schema", None)
+        if schema is None:
+            defaults = dict.fromkeys(_HIGHER_ORDER.get(self.operator.name(), ()))
+        else:
+            defaults = {each.name: each.default_value for each in schema.arguments}
+        return {**defaults, **dict(zip(defaults, self.args, strict=False)), **self.kwargs}
+
+
+#: The arguments of operators without a schema.
+_HIGHER_ORDER = {
+    "flex_attention": ("query", "key", "value", "score_mod", "block_mask"),
+    "flex_attention_backward": (
+        "query", "key", "value", "out", "logsumexp", "grad_out", "grad_logsumexp", "fw_graph",
+        "joint_graph", "block_mask",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ByName:
+    """A formula that gets the arguments of a call by name."""
+
+    formula: Callable[[Mapping[str, Any]], Flops]
+
+
+@dataclass(frozen=True)
+class ByCall:
+    """A formula that gets the arguments as they were given, and the result as ``out_name``."""
+
+    formula: Callable[..., int]
+    out_name: str = "out"
+
+
 #: FLOPs from the arguments and the result of an operator.
-Formula = Callable[[Args, Any], int]
+Formula = Callable[[Args, Any], int] | ByName | ByCall
+
+
+def work_of(formula: Formula, call: Call, out: object) -> Flops:
+    """The FLOPs of a call."""
+    if isinstance(formula, ByName):
+        return formula.formula(call.named())
+    if isinstance(formula, ByCall):
+        return formula.formula(*call.args, **call.kwargs, **{formula.out_name: out})
+    return formula(call.args, out)
 
 
 def product(args: Args, out: Tensor) -> int:
@@ -81,39 +138,6 @@ def recurrent_backward(args: Args, out: object) -> int:
     """The gradients of the data, which are always computed, and of the weights if requested."""
     mask = args[-1]
     return recurrent(args, out) * (2 if mask[3] else 1)
-
-
-def attention(args: Args, _: object) -> int:
-    """Scaled dot-product attention.
-
-    The arguments are the query ``[batch, heads, queries, features]``, the key ``[batch, key heads,
-    keys, features]`` and the value ``[batch, key heads, keys, value features]``.
-    """
-    query, key, value = args[:3]
-    scores = query.numel() // query.size(-1) * key.size(-2)
-    return int(2 * scores * (query.size(-1) + value.size(-1)))
-
-
-def packed_attention(tensors: Args, ends: Args) -> int:
-    """Attention over a padded batch or over packed sequences.
-
-    The tensors are query, key and value ``[batch, length, heads, features]`` or packed ``[total,
-    heads, features]``; the ends are the cumulative lengths of the packed queries and keys (starting
-    at 0), or None twice.
-    """
-    (query, key, value), (query_ends, key_ends) = tensors, ends
-    if query_ends is None:
-        pairs = query.size(0) * query.size(1) * key.size(1)
-    else:
-        lengths = zip(_ranges(query_ends), _ranges(key_ends), strict=True)
-        pairs = sum((b - a) * (d - c) for (a, b), (c, d) in lengths)
-    return int(2 * query.size(-2) * pairs * (query.size(-1) + value.size(-1)))
-
-
-def _ranges(ends: Tensor) -> Iterator[tuple[int, int]]:
-    if ends.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("reading values would end the capture of a CUDA graph")
-    return pairwise(ends.tolist())
 
 
 def _sequences(x: Tensor) -> list[int]:
@@ -178,32 +202,19 @@ _TABLE: dict[str, Formula] = {
     """_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_fused_attention_overrideable _scaled_dot_product_attention_math_for_mps
-    higher_order::flex_attention""": attention,
-    # The gradients of query, key, value and scores; the first argument is that of the output.
+    higher_order::flex_attention""": ByName(Attention(heads_first=True)),
     """_scaled_dot_product_flash_attention_backward
     _scaled_dot_product_flash_attention_for_cpu_backward
     _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-    _scaled_dot_product_fused_attention_overrideable_backward""": lambda args, out: (
-        2 * attention(args[1:], out)
-    ),
-    "higher_order::flex_attention_backward": lambda args, out: 2 * attention(args, out),
-    """_flash_attention_forward torch_attn::_varlen_attn
-    flash_attn::_flash_attn_varlen_forward""": lambda args, _: packed_attention(
-        args[:3], args[3:5]
-    ),
-    "_efficient_attention_forward": lambda args, _: packed_attention(args[:3], args[4:6]),
-    """_flash_attention_backward _efficient_attention_backward
-    torch_attn::_varlen_attn_backward""": lambda args, _: (
-        2 * packed_attention(args[1:4], args[6:8])
-    ),
-    # Of the package flash-attn; its packed backward gets the gradients' buffers before the ends.
-    "flash_attn::_flash_attn_forward": lambda args, _: packed_attention(args[:3], (None, None)),
-    "flash_attn::_flash_attn_backward": lambda args, _: (
-        2 * packed_attention(args[1:4], (None, None))
-    ),
-    "flash_attn::_flash_attn_varlen_backward": lambda args, _: (
-        2 * packed_attention(args[1:4], args[9:11])
-    ),
+    _scaled_dot_product_fused_attention_overrideable_backward
+    higher_order::flex_attention_backward""": ByName(Attention(heads_first=True, backward=True)),
+    """_flash_attention_forward _flash_attention_forward_no_dropout_inplace
+    _efficient_attention_forward torch_attn::_varlen_attn flash_attn::_flash_attn_forward
+    flash_attn::_flash_attn_varlen_forward flash_attn_3::fwd
+    flash_attn_3::_flash_attn_forward""": ByName(Attention()),
+    """_flash_attention_backward _efficient_attention_backward torch_attn::_varlen_attn_backward
+    flash_attn::_flash_attn_backward flash_attn::_flash_attn_varlen_backward flash_attn_3::bwd
+    flash_attn_3::_flash_attn_backward""": ByName(Attention(backward=True)),
     "_native_multi_head_attention": multi_head_attention,
     "_transformer_encoder_layer_fwd": transformer_encoder_layer,
 }
@@ -276,7 +287,15 @@ def formula_of(operator: Any) -> Formula | None:
     namespace, _, base = name.partition("::")
     is_aten = namespace == "aten"
     counts = _HEAVY.match(base) if is_aten else not _LIGHT_NAMESPACE.fullmatch(namespace)
-    return FORMULAS.get(name, unknown if counts else None)
+    return FORMULAS.get(name) or _of_torch(operator) or (unknown if counts else None)
+
+
+def _of_torch(operator: Any) -> Formula | None:
+    """A formula that another library has registered with torch's own counter, as xformers does."""
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(getattr(operator, "overloadpacket", operator))
+    return None if formula is None else ByCall(formula, out_name="out_val")
 
 
 def qualified_name(operator: Any) -> str:

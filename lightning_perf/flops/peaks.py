@@ -198,20 +198,26 @@ def resolve_peak(
 ) -> Peak | None:
     """Return the peak of a device: the given one, else from the table, else an estimate.
 
-    A CPU is measured, and so is any device with ``given="measure"``; ``processes`` measure at the
-    same time. For float32 on CUDA the peak
-    is that of TensorFloat-32 if it is enabled. None if the peak is unknown.
+    A CPU, a device that is not known, and any with ``given="measure"`` are measured; ``processes``
+    measure at the same time. For float32 on CUDA the peak is that of TensorFloat-32 if it is
+    enabled. None if the peak is unknown.
     """
-    if given == "measure" or (given is None and device.type == "cpu"):
-        measured = measure_peak(device, dtype_name)
-        if device.type == "cpu":
-            # What measurements must have in common, for their best to be that of each.
-            shared = f"{processes} processes of {torch.get_num_threads()} threads, {dtype_name}"
-            setting = f"{device_name(device)}, {usable_cpus()} usable CPUs, {shared}"
-            measured = best_peak(setting, measured)
-        return None if measured is None else Peak(measured, "measured")
-    if given is not None:
+    if given not in (None, "measure"):
         return Peak(float(given), "given")
+    known = None if given or device.type == "cpu" else _known_peak(device, dtype_name)
+    if known is not None:
+        return known
+    measured = measure_peak(device, dtype_name)
+    if device.type == "cpu":
+        # What measurements must have in common, for their best to be that of each.
+        shared = f"{processes} processes of {torch.get_num_threads()} threads, {dtype_name}"
+        setting = f"{device_name(device)}, {usable_cpus()} usable CPUs, {shared}"
+        measured = best_peak(setting, measured)
+    return None if measured is None else Peak(measured, "measured")
+
+
+def _known_peak(device: torch.device, dtype_name: str) -> Peak | None:
+    """The peak of a device from the table, or an estimate."""
     name = device_name(device)
     value, peaks = peak_flops(name, dtype_name, tf32=tf32_is_on()), lookup(name)
     if value is not None and peaks is not None:
@@ -280,12 +286,10 @@ class PeakResolver:
             return self._peaks[dtype]
         self._peaks[dtype] = peak = resolve_peak(self._device, dtype, self._given, self._processes)
         if peak is None:
-            problem, remedy = "is unknown", ", or use peak_flops='measure'"
-            if self._given == "measure":
-                problem, remedy = "could not be measured (unsupported dtype or busy machine)", ""
             warn(
-                f"the peak of {self._device} for {dtype} {problem}. mfu is not reported. Set "
-                f"Flops(peak_flops=312e12), in FLOP/s of one device{remedy}."
+                f"the peak of {self._device} for {dtype} could not be measured (unsupported dtype "
+                "or busy machine). mfu is not reported. Set Flops(peak_flops=312e12), in FLOP/s of "
+                "one device."
             )
         return peak
 

@@ -155,7 +155,7 @@ def test_a_user_error_in_a_counted_batch_is_raised_unchanged(tmp_path: Path) -> 
     assert flops.metrics["batch_flops"] == EXACT
 
 
-@pytest.mark.parametrize("part", ["formula_of", "is_recomputation", "_work"])
+@pytest.mark.parametrize("part", ["formula_of", "is_recomputation", "work_of"])
 def test_an_error_while_counting_stops_no_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

@@ -420,3 +420,36 @@ def test_a_counted_step_has_the_bits_of_an_uncounted_one(name: str) -> None:
                 assert not isinstance(plain[0], type), (where, plain)
             assert len(plain) == len(counted), (where, counted)
             assert all(same(*pair) for pair in zip(plain, counted, strict=True)), where
+
+
+class Noisy(Tensor):
+    """Adds noise to the result of each function that Python calls, as analog simulations do."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        out = super().__torch_function__(function, types, args, kwargs or {})
+        cls.calls += 1
+        if isinstance(out, Tensor) and out.is_floating_point():
+            with torch._C.DisableTorchFunctionSubclass():
+                return out + 0.01 * torch.randn_like(out)
+        return out
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_functions_of_a_tensor_subclass_are_called_as_without_counting(counts: bool) -> None:
+    """Autograd calls operators without it, so that one call more would change gradients."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    gradients, calls = [], []
+    for context in (nullcontext(), FlopCounter() if counts else nullcontext()):
+        torch.manual_seed(1)
+        Noisy.calls = 0
+        layer.zero_grad()
+        with context:
+            layer(x.as_subclass(Noisy)).square().mean().as_subclass(Tensor).backward()
+        gradients.append(layer.weight.grad.clone())
+        calls.append(Noisy.calls)
+    assert torch.equal(*gradients)
+    assert calls[0] == calls[1] > 0

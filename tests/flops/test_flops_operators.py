@@ -1,16 +1,23 @@
 """Formulas of operators, on meta tensors, and which operators have one."""
 
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_perf.flops import FlopCounter
 from lightning_perf.flops import operators as ops
+from lightning_perf.flops.attention import when_read
 from lightning_perf.flops.operators import (
     FORMULAS,
+    Call,
     formula_of,
     is_composite,
     product,
     unknown,
+    work_of,
 )
 
 
@@ -149,102 +156,205 @@ def heads_last():
     return [x.transpose(1, 2) for x in heads_first()]
 
 
+def call(schema, **given):
+    """The FLOPs of a call of an operator, by its formula, and those that a causal mask hides."""
+    parsed = torch._C.parse_schema(schema)
+    operator = SimpleNamespace(_schema=parsed, name=lambda: parsed.name)
+    names = [argument.name for argument in parsed.arguments if not argument.kwarg_only]
+    assert given.keys() <= {argument.name for argument in parsed.arguments}
+    args = [given.pop(name, None) for name in names]
+    work = work_of(FORMULAS[parsed.name], Call(operator, args, given), None)
+    return tuple(work() if callable(work) else work)
+
+
+def aten_schema(name):
+    overload = getattr(torch.ops.aten, name).default
+    return str(overload._schema)
+
+
 @pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn", "fused"])
 def test_sdpa_on_a_gpu(kind):
     """Each kernel has the same FLOPs, also with grouped queries; backward has twice as many."""
     suffix = "_overrideable" if kind == "fused" else ""
-    name = f"aten::_scaled_dot_product_{kind}_attention{suffix}"
-    assert FORMULAS[name](heads_first(), None) == FORWARD
-    grad = meta(BATCH, HEADS, QUERIES, VALUES)
-    assert FORMULAS[f"{name}_backward"]([grad, *heads_first()], None) == 2 * FORWARD
-
-
-def test_flex_attention():
-    """Flex attention is counted in full, also with a mask."""
-    assert FORMULAS["higher_order::flex_attention"](heads_first(), None) == FORWARD
-    assert FORMULAS["higher_order::flex_attention_backward"](heads_first(), None) == 2 * FORWARD
-
-
-def arguments(kind, qkv, ends):
-    """The operators' arguments: forward, or backward with gradient, output and log-sum-exp."""
-    grad = out = logsumexp = None
-    if kind == "flash":
-        return [*qkv, *ends], [grad, *qkv, out, logsumexp, *ends]
-    return [*qkv, None, *ends], [grad, *qkv, None, out, *ends]
+    name = f"_scaled_dot_product_{kind}_attention{suffix}"
+    tensors = dict(zip(("query", "key", "value"), heads_first(), strict=True))
+    assert call(aten_schema(name), **tensors) == (FORWARD, 0)
+    assert call(aten_schema(f"{name}_backward"), **tensors) == (2 * FORWARD, 0)
 
 
 @pytest.mark.parametrize("kind", ["flash", "efficient"])
 def test_attention_with_heads_last(kind):
     """The kernels below SDPA, which other libraries call, have the heads after the length."""
-    forward, backward = arguments(kind, heads_last(), (None, None))
-    assert FORMULAS[f"aten::_{kind}_attention_forward"](forward, None) == FORWARD
-    assert FORMULAS[f"aten::_{kind}_attention_backward"](backward, None) == 2 * FORWARD
+    tensors = dict(zip(("query", "key", "value"), heads_last(), strict=True))
+    assert call(aten_schema(f"_{kind}_attention_forward"), **tensors) == (FORWARD, 0)
+    assert call(aten_schema(f"_{kind}_attention_backward"), **tensors) == (2 * FORWARD, 0)
 
 
-@pytest.mark.parametrize("kind", ["flash", "efficient"])
-def test_packed_sequences(kind):
-    """Packed sequences cost the sum of their squared lengths."""
-    packed = meta(10, HEADS, WIDTH)
-    ends = torch.tensor([0, 3, 10])
-    forward, backward = arguments(kind, [packed] * 3, (ends, ends))
-    expected = 4 * HEADS * WIDTH * (3**2 + 7**2)
-    assert FORMULAS[f"aten::_{kind}_attention_forward"](forward, None) == expected
-    assert FORMULAS[f"aten::_{kind}_attention_backward"](backward, None) == 2 * expected
-
-
-#: Operators of attention outside of aten, with arguments in the order of their libraries.
+#: The arguments of operators as their libraries declare them, up to what decides FLOPs.
 LIBRARIES = {
-    "flash_attn::_flash_attn_forward": "Tensor q, Tensor k, Tensor v, float p, bool causal",
-    "flash_attn::_flash_attn_backward": (
-        "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor(a!)? dq, "
-        "Tensor(b!)? dk, Tensor(c!)? dv, float p, bool causal"
+    "aten flash": aten_schema("_flash_attention_forward"),
+    "aten flash backward": aten_schema("_flash_attention_backward"),
+    "flash-attn": (
+        "flash_attn::_flash_attn_forward(Tensor q, Tensor k, Tensor v, float p, float scale, "
+        "bool causal, int window_size_left, int window_size_right) -> Tensor"
     ),
-    "flash_attn::_flash_attn_varlen_forward": (
-        "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k, float p"
+    "flash-attn backward": (
+        "flash_attn::_flash_attn_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, "
+        "Tensor lse, Tensor? dq, Tensor? dk, Tensor? dv, float p, float scale, bool causal, "
+        "int window_size_left, int window_size_right) -> Tensor"
     ),
-    "flash_attn::_flash_attn_varlen_backward": (
-        "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor(a!)? dq, "
-        "Tensor(b!)? dk, Tensor(c!)? dv, Tensor cu_q, Tensor cu_k, int max_q, int max_k, float p"
+    "flash-attn packed": (
+        "flash_attn::_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, "
+        "Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_q, int max_k, float p, float scale, "
+        "bool causal, int window_size_left, int window_size_right) -> Tensor"
     ),
-    "torch_attn::_varlen_attn": (
-        "Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor? cu_k, int max_q, int max_k"
+    "flash-attn packed backward": (
+        "flash_attn::_flash_attn_varlen_backward(Tensor dout, Tensor q, Tensor k, Tensor v, "
+        "Tensor out, Tensor lse, Tensor? dq, Tensor? dk, Tensor? dv, Tensor cu_seqlens_q, "
+        "Tensor cu_seqlens_k, int max_q, int max_k, float p, float scale, bool causal, "
+        "int window_size_left, int window_size_right) -> Tensor"
     ),
-    "torch_attn::_varlen_attn_backward": (
-        "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        "Tensor cu_q, Tensor cu_k, int max_q, int max_k, bool is_causal"
+    "FlashAttention-3": (
+        "flash_attn_3::fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, "
+        "Tensor? q_v=None, Tensor? out=None, Tensor? cu_seqlens_q=None, "
+        "Tensor? cu_seqlens_k=None, bool is_causal=False, int window_size_left=-1, "
+        "int window_size_right=-1) -> Tensor"
+    ),
+    "FlashAttention-3 backward": (
+        "flash_attn_3::bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        "Tensor? dq=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+        "bool is_causal=False, int window_size_left=-1, int window_size_right=-1) -> Tensor"
+    ),
+    "torch packed": (
+        "torch_attn::_varlen_attn(Tensor query, Tensor key, Tensor value, Tensor cu_seq_q, "
+        "Tensor? cu_seq_k, int max_q, int max_k, bool is_causal=False, float? scale=None, "
+        "SymInt[]? window_size=None) -> Tensor"
+    ),
+    "torch packed backward": (
+        "torch_attn::_varlen_attn_backward(Tensor grad_out, Tensor query, Tensor key, "
+        "Tensor value, Tensor out, Tensor lse, Tensor cu_seq_q, Tensor cu_seq_k, int max_q, "
+        "int max_k, bool is_causal, Tensor rng, SymInt[]? window_size=None) -> Tensor"
     ),
 }
+LENGTH = 10
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_attention_of_libraries(name):
-    """The kernels of flash-attn and of torch's variable-length attention are counted."""
-    packed, ends = "varlen" in name, torch.tensor([0, 3, 10])
-    tensor = torch.empty(10, HEADS, WIDTH) if packed else torch.empty(1, 10, HEADS, WIDTH)
-    values = {"float": 0.0, "int": 7, "bool": False, "Tensor": tensor}
-    kinds = [one.split() for one in LIBRARIES[name].split(", ")]
-    args = [
-        ends if argument.startswith("cu_") else values.get(kind.rstrip("?"))
-        for kind, argument in kinds
-    ]
-    flops = FORMULAS[name](args, None)
-    pairs = 3**2 + 7**2 if packed else 10**2
-    assert flops == (2 if "backward" in name else 1) * 4 * HEADS * WIDTH * pairs
+def library_call(name, ends=None, causal=False, window=None):
+    """A call of a library's operator with its own names of arguments."""
+    schema = LIBRARIES[name]
+    names = [argument.name for argument in torch._C.parse_schema(schema).arguments]
+    packed = any(each.startswith(("cu_", "cum_")) for each in names) and ends is not None
+    shape = (LENGTH, HEADS, WIDTH) if packed else (1, LENGTH, HEADS, WIDTH)
+    values = {"query": meta(*shape), "key": meta(*shape), "value": meta(*shape)}
+    values |= {"q": values["query"], "k": values["key"], "v": values["value"]}
+    for each in ("cu_seqlens_q", "cu_seqlens_k", "cum_seq_q", "cum_seq_k", "cu_seq_q", "cu_seq_k"):
+        values[each] = ends
+    values |= {"causal": causal, "is_causal": causal, "window_size": window}
+    left, right = window or (-1, -1)
+    values |= {"window_size_left": left, "window_size_right": right}
+    return call(schema, **{key: value for key, value in values.items() if key in names})
+
+
+def expected(name, pairs, hidden=0):
+    """The FLOPs of pairs of queries and keys."""
+    per_pair = (2 if "backward" in name else 1) * 4 * HEADS * WIDTH
+    return per_pair * pairs, per_pair * hidden
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARIES if "_seq" in LIBRARIES[name]])
+def test_packed_sequences(name):
+    """Packed sequences cost the sum of their squared lengths; a causal mask hides a part."""
+    ends = torch.tensor([0, 3, 10])
+    assert library_call(name, ends) == expected(name, 3**2 + 7**2)
+    assert library_call(name, ends, causal=True) == expected(name, 3**2 + 7**2, 3 + 21)
+
+
+@pytest.mark.parametrize("name", [name for name in LIBRARIES if "packed" not in name])
+def test_windows(name):
+    """A query counts the keys of its window; the start of a causal window is hidden only."""
+    assert library_call(name) == expected(name, 100)
+    assert library_call(name, causal=True) == expected(name, 100, 45)
+    # Three keys per query, of which the first two queries see one and two.
+    assert library_call(name, causal=True, window=(2, 0)) == expected(name, 30, 3)
+    assert library_call(name, window=(2, 1)) == expected(name, 40)
+    # A window that is as long as the sequence is no window.
+    assert library_call(name, causal=True, window=(99, 0)) == expected(name, 100, 45)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_causal_masks_of_memory_efficient_attention(kind):
+    """Its kinds of masks begin at the first keys, or end at the last ones."""
+    schema = aten_schema(f"_efficient_attention_{kind}")
+    tensors = {"query": meta(1, 3, HEADS, WIDTH)}
+    tensors |= dict.fromkeys(("key", "value"), meta(1, 5, HEADS, WIDTH))
+    for mask, hidden in ((0, 0), (1, 4 + 3 + 2), (2, 2 + 1)):
+        work = call(schema, custom_mask_type=mask, **tensors)
+        assert work == expected(kind, 15, hidden)
+    assert call(schema, custom_mask_type=2, window_size=2, **tensors) == expected(kind, 6)
+
+
+def test_causal_mask_of_sdpa():
+    """Both conventions are counted of one training step: the square, and the half."""
+    x = torch.randn(2, 3, 16, 8, requires_grad=True)
+    with FlopCounter() as counter:
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+    per_pair = 3 * 4 * 2 * 3 * 8
+    assert counter.counts.model == {"float32": per_pair * 16**2}
+    assert counter.counts.hidden == {"float32": per_pair * 16 * 15 // 2}
+
+
+def test_flex_attention_counts_the_blocks_of_its_mask():
+    """Without a mask it is counted in full, with one the blocks that it leaves are."""
+    from torch.nn.attention import flex_attention as flex
+
+    x = torch.randn(2, 4, 512, 16)
+    near = flex.create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 128), None, None, 512, 512, device="cpu"
+    )
+    for mask, blocks in ((None, 16), (near, 7)):
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            FlopCounter() as counter,
+        ):
+            patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+            flex.flex_attention(x, x, x, block_mask=mask)
+        assert counter.counts.model == {"float32": 4 * 2 * 4 * 16 * blocks * 128**2}
+        assert not counter.counts.untracked_names
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of a GPU, whose values are read after the batch."""
+
+    is_cuda = True
+    read: ClassVar[list[str]] = []
+
+    def tolist(self):
+        self.read.append("read")
+        return super().tolist()
+
+    def clone(self):
+        return torch.Tensor.clone(self).as_subclass(OnDevice)
+
+
+def test_lengths_on_a_gpu_are_read_after_the_batch(monkeypatch):
+    """Reading them at once would make the host wait for the device."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ends = torch.tensor([0, 3, 10]).as_subclass(OnDevice)
+    OnDevice.read.clear()
+    work = when_read([ends, ends], lambda *values: values)
+    assert not OnDevice.read
+    assert work() == ([0, 3, 10], [0, 3, 10])
+    assert len(OnDevice.read) == 2
 
 
 def test_no_value_is_read_while_a_cuda_graph_is_captured(monkeypatch):
     """It would end the capture; the operator is reported as uncounted instead."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-
-    class OnDevice(torch.Tensor):
-        is_cuda = True
-
-        def tolist(self):
-            raise AssertionError("read")
-
-    ends, tensor = torch.tensor([0, 3, 10]).as_subclass(OnDevice), torch.empty(10, HEADS, WIDTH)
+    ends = torch.tensor([0, 3, 10]).as_subclass(OnDevice)
+    OnDevice.read.clear()
     with pytest.raises(RuntimeError, match="capture"):
-        FORMULAS["aten::_flash_attention_forward"]([tensor, tensor, tensor, ends, ends], None)
+        library_call("aten flash", ends)
+    assert not OnDevice.read
 
 
 def test_fused_multi_head_attention():

@@ -326,3 +326,17 @@ def test_the_tf32_setting_decides_float32(gpu, monkeypatch):
             assert found.value == expected
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_a_device_that_is_not_known_is_measured(monkeypatch):
+    """A peak from a product of matrices is better than none; its source says so."""
+    module = "lightning_perf.flops.peaks"
+    monkeypatch.setattr(f"{module}.device_name", lambda _: "AMD Radeon RX 9070 XT")
+    monkeypatch.setattr(f"{module}.measure_peak", lambda *_: 4.9e13)
+    assert resolve_peak(torch.device("xpu"), "float32") == Peak(4.9e13, "measured")
+    assert resolve_peak(torch.device("xpu"), "float32", 5e13) == Peak(5e13, "given")
+
+
+def test_the_table_has_no_device_without_a_name_in_torch():
+    """No device name of torch would match rows of XLA devices."""
+    assert not [row.name for row in table() if re.match("TPU|Trainium|Inferentia", row.name)]

@@ -1,0 +1,323 @@
+"""Counts code that torch's dispatcher does not see: kernels that packages launch themselves.
+
+While a batch is counted, known functions and modules of such packages are wrapped: each call adds
+the FLOPs of its formula. Triton kernels, and functions without a formula, are listed by name: what
+was counted is then a lower bound.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_perf.errors import ConfigError
+from lightning_perf.flops.attention import Attention, Work
+from lightning_perf.flops.operators import FORMULAS, ByCall, ByName, formula_of, qualified_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: Arguments by name. A formula gives the FLOPs of the call, of which a backward has twice as many,
+#: or a pair of both.
+Call = Mapping[str, Any]
+
+
+# -- formulas -------------------------------------------------------------------------------------
+
+
+def _te_products(call: Call) -> tuple[int, int]:
+    """Of Transformer Engine: each weight once per token, and both gradients if they are needed."""
+    module, x = call["self"], call["inp"]
+    weights = [own for own in module.parameters(recurse=False) if own.dim() == 2]
+    shared = getattr(module, "num_gemms", 1)  # each token has one of these weights
+    flops = 2 * (x.numel() // x.size(-1)) * sum(weight.numel() for weight in weights) // shared
+    gradients = x.requires_grad + any(weight.requires_grad for weight in weights)
+    return flops, gradients * flops
+
+
+def _te_attention(call: Call) -> tuple[Work, Work]:
+    """Of Transformer Engine: tensors of the layout ``qkv_format``, such as ``sbhd``."""
+
+    def option(name: str) -> Any:
+        return call.get(name) or getattr(call["self"], name, None)
+
+    layout, tensors = option("qkv_format"), {n[0]: call[f"{n}_layer"] for n in _TENSORS}
+    if layout == "sbhd":
+        tensors = {name: tensor.transpose(0, 1) for name, tensor in tensors.items()}
+    if layout == "thd":
+        tensors |= {"cu_seqlens_q": call["cu_seqlens_q"], "cu_seqlens_k": call["cu_seqlens_kv"]}
+    mask = {
+        "causal": "causal" in str(option("attn_mask_type")),
+        "window_size": option("window_size"),
+    }
+    return _attention(tensors | mask)
+
+
+_TENSORS = ("query", "key", "value")
+
+
+def _attention(call: Call) -> tuple[Work, Work]:
+    """Attention with the heads after the length, as in flash-attn."""
+    works = (Attention(backward=backward)(call) for backward in (False, True))
+    forward, backward = (work() if callable(work) else work for work in works)
+    return forward, backward
+
+
+def _selective_scan(call: Call) -> int:
+    """Mamba: ``u`` is [batch, channels, length], ``A`` [channels, states].
+
+    Its authors' count: https://github.com/state-spaces/mamba/issues/110.
+    """
+    return int(9 * call["u"].numel() * call["A"].size(-1))
+
+
+def _chunk_scan(call: Call) -> int:
+    """Mamba-2: ``x`` is [batch, length, heads, features], ``B`` [batch, length, groups, states]."""
+    x, groups, states = call["x"], call["B"].size(-2), call["B"].size(-1)
+    heads, width = x.size(-2), x.size(-1)
+    # C B' once per group, and its product with x; then the states of the chunks.
+    within = call["chunk_size"] * (groups * states + heads * width)
+    return int(2 * x.size(0) * x.size(1) * (within + 2 * heads * width * states))
+
+
+def _linear_attention(call: Call) -> int:
+    """Linear attention in fla's chunks of 64: ``q`` is [batch, length, heads, features]."""
+    q, key, value = call["q"], call["q"].size(-1), call["v"].size(-1)
+    return int(2 * (q.numel() // key) * (64 * (key + value) + 2 * key * value))
+
+
+def _named(module: str, names: str, formula: Callable[[Call], Any] | None) -> dict[str, Any]:
+    """The entries of some names of a module, whose formula gets arguments by name."""
+    return {f"{module}:{name}": formula and ByName(formula) for name in names.split()}
+
+
+#: Formulas by ``module:name`` of functions and modules; None for those that are listed by name.
+EXTERNAL: dict[str, ByName | Callable[..., Any] | None] = {
+    **_named(
+        "transformer_engine.pytorch",
+        "Linear LayerNormLinear LayerNormMLP GroupedLinear",
+        _te_products,
+    ),
+    **_named("transformer_engine.pytorch", "DotProductAttention", _te_attention),
+    **_named(
+        "transformer_engine_torch", "generic_gemm te_general_grouped_gemm fused_attn_fwd", None
+    ),
+    **_named("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", _selective_scan),
+    **_named("selective_scan_cuda", "fwd", None),
+    **_named("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _chunk_scan),
+    **_named("fla.ops.gla", "chunk_gla", _linear_attention),
+    **_named("fla.ops.linear_attn", "chunk_linear_attn", _linear_attention),
+    **_named("fla.ops.retention", "chunk_retention", _linear_attention),
+    **_named("fla.ops.simple_gla", "chunk_simple_gla", _linear_attention),
+    **_named("flash_attn.cute.interface", "flash_attn_func flash_attn_varlen_func", _attention),
+}
+#: Triton kernels whose work does not count, as that of elementwise operators.
+_LIGHT_KERNEL = re.compile(
+    r"norm|rope|rotary|embedding|glu|elu|silu|sigmoid|softmax|cross_entropy|kldiv|jsd|dropout|cumsum"
+    r"|conv1d|quant|adam|optim|copy|fill|cast|convert|elementwise|element_mul|reduce|activation|l2"
+    r"|loss|_fg_|_dfg_|_exact_|_approx_",
+    re.IGNORECASE,
+)
+
+
+def flop_formula(target: Any, formula: Callable[..., Any]) -> None:
+    """Give the FLOPs of an operator, a function or a module that lightning_perf does not know.
+
+    Args:
+        target: An operator (``torch.ops.mine.scan``), whose backward is an operator of its own; or
+            a function or a class of modules, or its address ``"package.module:name"``, whose work
+            torch does not see, such as one that launches a Triton kernel.
+        formula: Called with the arguments of a call and its result as ``out``, for modules with the
+            module first. Returns the FLOPs of the forward, 2 per multiply-add. A backward of a
+            function or a module counts twice as many, unless the formula returns a pair of both.
+
+    Raises:
+        ConfigError: It is none of these.
+
+    Example:
+        >>> import torch
+        >>> @torch.library.custom_op("docs::scale", mutates_args=())
+        ... def scale(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ...     return x @ y
+        >>> flop_formula(torch.ops.docs.scale, lambda x, y, out: 2 * x.size(1) * out.numel())
+        >>> from lightning_perf.flops import FlopCounter
+        >>> with FlopCounter() as counter:
+        ...     product = scale(torch.ones(2, 3), torch.ones(3, 4))
+        >>> counter.counts.model
+        {'float32': 48}
+    """
+    operator = getattr(target, "_opoverload", target)  # of torch.library.custom_op
+    overloads = getattr(operator, "overloads", None)
+    if callable(overloads):
+        operator = getattr(operator, overloads()[0])
+    if not callable(formula):
+        raise ConfigError("formula", formula, "is not a function of the call's arguments", None)
+    if isinstance(target, str) and re.fullmatch(r"[\w.]+:[\w.]+", target):
+        EXTERNAL[target] = formula
+    elif hasattr(operator, "_schema"):
+        FORMULAS[qualified_name(operator)] = ByCall(formula)
+        formula_of.cache_clear()
+    elif callable(target) and hasattr(target, "__qualname__") and hasattr(target, "__module__"):
+        EXTERNAL[f"{target.__module__}:{target.__qualname__}"] = formula
+    else:
+        problem = "is no operator, function, module class or address of one"
+        raise ConfigError("target", target, problem, '"my_package.kernels:scan"')
+
+
+# -- calls while a batch is counted --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """An attribute that is wrapped for now."""
+
+    owner: Any
+    name: str
+    original: Any
+    ours: Any
+
+    def restore(self) -> None:
+        if vars(self.owner).get(self.name) is self.ours:  # nobody has replaced it since
+            setattr(self.owner, self.name, self.original)
+
+
+class Wrapped:
+    """Wraps what `EXTERNAL` names in packages that are imported, until `restore`."""
+
+    def __init__(self, active: Callable[[], Any]) -> None:
+        # Returns the `FlopCounter` of the calling thread, if it counts.
+        self._active = active
+        self._replaced: list[_Replaced] = []
+        functions: dict[int, tuple[Any, Any]] = {}
+        for address, formula in EXTERNAL.items():
+            with suppress(AttributeError):  # of another version of the package
+                name, _, path = address.partition(":")
+                if (module := sys.modules.get(name)) is None:
+                    continue
+                target: Any = module
+                for part in path.split("."):
+                    target = getattr(target, part)
+                if isinstance(target, type) and issubclass(target, nn.Module):
+                    ours = self._counted(target.forward, f"{name}.{path}", formula)
+                    self._replace(target, "forward", target.forward, ours)
+                elif callable(target):
+                    ours = self._counted(target, f"{name}.{path}", formula)
+                    functions[id(target)] = target, ours
+        if functions:
+            self._replace_functions(functions)
+        jit = sys.modules.get("triton.runtime.jit")
+        if (kind := getattr(jit, "JITFunction", None)) is not None:
+            self._replace(kind, "run", kind.run, self._noted(kind.run))
+
+    def _replace(self, owner: Any, name: str, original: Any, ours: Any) -> None:
+        with suppress(Exception):  # a type written in C
+            setattr(owner, name, ours)
+            self._replaced.append(_Replaced(owner, name, original, ours))
+
+    def _replace_functions(self, functions: dict[int, tuple[Any, Any]]) -> None:
+        """Replace functions in all modules that have imported them."""
+        for module in [*sys.modules.values()]:
+            if not isinstance(module, ModuleType):
+                continue
+            for name, value in [*vars(module).items()]:
+                original, ours = functions.get(id(value), (None, None))
+                if original is not None and value is original:
+                    self._replace(module, name, original, ours)
+
+    def _counted(self, original: Callable[..., Any], name: str, formula: Any) -> Callable[..., Any]:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counter = self._active()
+            if counter is None or counter.within_external:
+                return original(*args, **kwargs)
+            counter.within_external, out = formula is not None, None
+            try:
+                out = original(*args, **kwargs)
+            finally:  # a recomputation may end by an exception
+                counter.within_external = False
+                with suppress(Exception):
+                    _record(counter, name, formula, original, args, kwargs, out)
+            return out
+
+        return call
+
+    def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            counter = self._active()
+            if counter is not None and not counter.within_external:
+                with suppress(Exception):
+                    function = getattr(kernel, "fn", kernel)
+                    if not _LIGHT_KERNEL.search(function.__name__):
+                        counter.add_unknown(f"{function.__module__}.{function.__name__}")
+            return original(kernel, *args, **kwargs)
+
+        return run
+
+    def restore(self) -> None:
+        """Restore what is still wrapped."""
+        while self._replaced:
+            self._replaced.pop().restore()
+
+
+def _record(
+    counter: Any, name: str, formula: Any, original: Any, args: Any, kwargs: Any, out: Any
+) -> None:
+    """Count a call now, and its backward when the gradient of its result is computed."""
+    try:
+        if isinstance(formula, ByName):
+            bound = signature(original).bind(*args, **kwargs)
+            bound.apply_defaults()
+            flops: Any = formula.formula(bound.arguments)
+        else:
+            flops = formula(*args, **kwargs, out=out)
+        forward, backward = map(_work, flops if type(flops) is tuple else (flops, 2 * flops))
+        dtype = _dtype(name, next(_tensors([*args, *kwargs.values()])))
+    except Exception:  # there is no formula, or it does not know these arguments
+        counter.add_unknown(name)
+        return
+    counter.add(dtype, forward)
+    result: Any = next((tensor for tensor in _tensors([out]) if tensor.requires_grad), None)
+    if result is not None and backward.flops:
+        result.register_hook(lambda _: counter.add(dtype, backward))
+
+
+def _work(flops: Any) -> Work:
+    return flops if isinstance(flops, Work) else Work(int(flops))
+
+
+def _dtype(name: str, operand: Tensor) -> str:
+    """The dtype of the operands of a call."""
+    if name.startswith("transformer_engine") and _in_fp8():
+        return "float8_e4m3fn"
+    device = operand.device.type
+    in_autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if in_autocast else operand.dtype
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensors(values: list[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors([*value])
+
+
+def _in_fp8() -> bool:
+    """Whether Transformer Engine computes its products in FP8 now."""
+    for module in ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.quantization"):
+        state = getattr(sys.modules.get(module), "FP8GlobalStateManager", None)
+        if state is not None:
+            return bool(state.is_fp8_enabled())
+    return False

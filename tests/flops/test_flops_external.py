@@ -1,0 +1,317 @@
+"""Code outside of torch's dispatcher: counted by formulas, or listed by name.
+
+The packages are stand-ins with the names and arguments of the real ones, which need a GPU. Their
+kernels compute with NumPy, so that torch sees as little of them as of a kernel of CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_perf import ConfigError
+from lightning_perf.extend import flop_formula
+from lightning_perf.flops import FlopCounter, external
+
+TOKENS, IN, OUT = 6, 4, 5
+PRODUCT = 2 * TOKENS * IN * OUT
+
+
+def gemm(a: Tensor, b: Tensor) -> Tensor:
+    """A product that torch does not see, like a function written in C."""
+    return torch.from_numpy(np.matmul(a.detach().numpy(), b.detach().numpy()))
+
+
+class OpaqueLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return sys.modules["transformer_engine_torch"].generic_gemm(x, weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        product = sys.modules["transformer_engine_torch"].generic_gemm
+        return product(grad, weight), product(grad.T, x)
+
+
+class Linear(nn.Module):
+    """As ``transformer_engine.pytorch.Linear``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(OUT, IN))
+        self.bias = nn.Parameter(torch.zeros(OUT))
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        return OpaqueLinear.apply(inp, self.weight) + self.bias
+
+
+class DotProductAttention(nn.Module):
+    """As ``transformer_engine.pytorch.DotProductAttention``."""
+
+    qkv_format, attn_mask_type, window_size = "sbhd", "causal", None
+
+    def forward(
+        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor,
+        attention_mask: Tensor | None = None, qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return torch.zeros_like(query_layer)
+
+
+class JITFunction:
+    """As ``triton.runtime.jit.JITFunction``: launches a kernel."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+    def run(self, *args: Any, grid: Any, warmup: bool) -> None:
+        self.fn(*args)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args: self.run(*args, grid=grid, warmup=False)
+
+
+def packages(monkeypatch: pytest.MonkeyPatch, **names: Any) -> None:
+    """Stand-ins for packages that are imported: their modules, by name with ``__`` for a dot."""
+    for name, content in names.items():
+        module = ModuleType(name.replace("__", "."))
+        vars(module).update(content)
+        for value in content.values():
+            if callable(value) and isinstance(value, type(gemm)):
+                value.__module__ = module.__name__
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def generic_gemm(a: Tensor, b: Tensor) -> Tensor:
+        return gemm(a, b)
+
+    packages(
+        monkeypatch,
+        transformer_engine__pytorch={"Linear": Linear, "DotProductAttention": DotProductAttention},
+        transformer_engine_torch={"generic_gemm": generic_gemm},
+    )
+
+
+def counted(step: Any) -> Any:
+    with FlopCounter() as counter:
+        step()
+    return counter.counts
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_modules_of_transformer_engine_are_counted() -> None:
+    """Forward and both gradients, without those that are not needed; nothing is unknown."""
+    layer, x = Linear(), torch.randn(TOKENS, IN, requires_grad=True)
+    counts = counted(lambda: layer(x).sum().backward())
+    assert counts.model == {"float32": 3 * PRODUCT}
+    assert not counts.untracked_names
+    assert counted(lambda: layer(x.detach()).sum().backward()).model == {"float32": 2 * PRODUCT}
+    layer.weight.requires_grad_(False)
+    assert counted(lambda: layer(inp=x).sum().backward()).model == {"float32": 2 * PRODUCT}
+    with torch.no_grad():
+        assert counted(lambda: layer(x)).model == {"float32": PRODUCT}
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_numbers_are_those_without_counting() -> None:
+    """Gradients are equal bit by bit, and everything wrapped is restored."""
+    layer, x = Linear(), torch.randn(TOKENS, IN, requires_grad=True)
+    before = Linear.forward, sys.modules["transformer_engine_torch"].generic_gemm
+
+    def step() -> list[Tensor]:
+        layer.zero_grad()
+        x.grad = None
+        layer(x).square().sum().backward()
+        return [x.grad, layer.weight.grad, layer.bias.grad]
+
+    plain, under = step(), []
+    counted(lambda: under.extend(step()))
+    assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
+    assert before == (Linear.forward, sys.modules["transformer_engine_torch"].generic_gemm)
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_recomputation_counts_in_hardware_flops_only() -> None:
+    """Activation checkpointing runs the forward again."""
+    layer, x = Linear(), torch.randn(TOKENS, IN, requires_grad=True)
+    counts = counted(lambda: checkpoint(layer, x, use_reentrant=False).sum().backward())
+    assert counts.model == {"float32": 3 * PRODUCT}
+    assert counts.hardware == {"float32": 4 * PRODUCT}
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_products_under_fp8_have_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine says whether its products are in FP8."""
+    state = type("State", (), {"is_fp8_enabled": staticmethod(lambda: True)})
+    packages(monkeypatch, transformer_engine__pytorch__fp8={"FP8GlobalStateManager": state})
+    counts = counted(lambda: Linear()(torch.randn(TOKENS, IN)))
+    assert counts.model == {"float8_e4m3fn": PRODUCT}
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_attention_of_transformer_engine() -> None:
+    """Layouts with the length first, the batch first, and packed ones; a causal mask hides half."""
+    x = torch.randn(8, 2, 3, 4)  # length, batch, heads, features
+    attention = DotProductAttention()
+    square = 4 * 2 * 3 * 4 * 8 * 8
+    counts = counted(lambda: attention(x, x, x))
+    assert counts.model == {"float32": square}
+    assert counts.hidden == {"float32": square // 64 * 28}
+    y = x.transpose(0, 1)
+    assert counted(lambda: attention(y, y, y, None, "bshd")).model == {"float32": square}
+    z, ends = torch.randn(10, 3, 4), torch.tensor([0, 3, 10])
+    counts = counted(lambda: attention(z, z, z, None, "thd", ends, ends))
+    assert counts.model == {"float32": 4 * 3 * 4 * (9 + 49)}
+
+
+@pytest.mark.usefixtures("transformer_engine")
+def test_other_calls_of_its_kernels_are_listed() -> None:
+    """What has no formula is named, once per call of the forward."""
+    package = sys.modules["transformer_engine_torch"]
+    counts = counted(lambda: package.generic_gemm(torch.ones(2, 3), torch.ones(3, 4)))
+    assert counts.untracked_names == {"transformer_engine_torch.generic_gemm": 1}
+    assert not counts.model
+
+
+def scans(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:  # noqa: N803
+    return u * 2
+
+
+def test_selective_scan_of_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine FLOPs per batch, channel, step and state; also where another module imported it."""
+    name = "mamba_ssm__ops__selective_scan_interface"
+    packages(monkeypatch, **{name: {"selective_scan_fn": scans}, "my_model": {"scan": scans}})
+    u, states = torch.randn(2, 3, 5, requires_grad=True), torch.randn(3, 16)
+    for function in (sys.modules["my_model"], sys.modules[name.replace("__", ".")]):
+        call = getattr(function, "scan", None) or "selective_scan_fn"
+
+        def step(function: ModuleType = function, call: Any = call) -> None:
+            run = getattr(function, "scan" if callable(call) else call)
+            run(u, u, states, None, C=None).sum().backward()
+
+        assert counted(step).model == {"float32": 3 * 9 * 2 * 3 * 5 * 16}
+    assert sys.modules["my_model"].scan is scans
+
+
+def chunk_scan(x: Tensor, dt: Any, A: Any, B: Tensor, C: Tensor, chunk_size: int) -> Tensor:  # noqa: N803
+    return x
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None) -> Tensor:
+    return v
+
+
+@pytest.mark.parametrize("name", ["Mamba-2", "fla", "FlashAttention-4"])
+def test_public_functions_of_other_packages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Their formulas are those of the algorithm, written out here by its products."""
+    b, t, h, d, n = 2, 128, 3, 4, 5
+    x, s = torch.randn(b, t, h, d), torch.randn(b, t, 1, n)
+    if name == "Mamba-2":
+        packages(
+            monkeypatch,
+            mamba_ssm__ops__triton__ssd_combined={"mamba_chunk_scan_combined": chunk_scan},
+        )
+        module, expected = "mamba_ssm.ops.triton.ssd_combined", 2 * b * t * (32 * n + h * 32 * d)
+        expected += 2 * 2 * b * t * h * d * n
+        call = sys.modules[module].mamba_chunk_scan_combined
+        counts = counted(
+            lambda: sys.modules[module].mamba_chunk_scan_combined(x, None, None, s, s, 32)
+        )
+        assert call is chunk_scan
+    elif name == "fla":
+        packages(monkeypatch, fla__ops__gla={"chunk_gla": linear_attention})
+        v = torch.randn(b, t, h, n)
+        expected = b * t * h * (2 * 64 * (d + n) + 4 * d * n)
+        counts = counted(lambda: sys.modules["fla.ops.gla"].chunk_gla(x, x, v))
+    else:
+        packages(monkeypatch, flash_attn__cute__interface={"flash_attn_func": attention_4})
+        expected = 4 * b * h * d * t * 33
+        interface = sys.modules["flash_attn.cute.interface"]
+        counts = counted(
+            lambda: interface.flash_attn_func(x, x, x, causal=True, window_size=(32, None))
+        )
+    assert counts.model == {"float32": expected}
+
+
+def attention_4(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window_size: Any = (None, None)
+) -> Tensor:
+    return q
+
+
+@pytest.mark.parametrize(
+    ("kernel", "listed"),
+    [("_selective_state_update", True), ("rms_norm_forward", False), ("_rope", False)],
+)
+def test_triton_kernels(monkeypatch: pytest.MonkeyPatch, kernel: str, listed: bool) -> None:
+    """A kernel that is launched directly is listed, unless it is elementwise or normalizes."""
+
+    def body(x: Tensor) -> None:
+        x.numpy()[:] += 1
+
+    body.__name__, body.__module__ = kernel, "my_kernels"
+    packages(monkeypatch, triton__runtime__jit={"JITFunction": JITFunction})
+    launch, x = JITFunction(body), torch.zeros(3)
+    before = JITFunction.run
+    counts = counted(lambda: launch[1, 1](x))
+    assert counts.untracked_names == ({f"my_kernels.{kernel}": 1} if listed else {})
+    assert x.tolist() == [1, 1, 1]
+    assert JITFunction.run is before
+
+
+def test_a_formula_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators, functions, modules and addresses can be registered; kernels within are covered."""
+    monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
+
+    @torch.library.custom_op("perf_tests::cube", mutates_args=())
+    def cube(x: Tensor) -> Tensor:
+        return x * x * x
+
+    assert counted(lambda: cube(torch.ones(4))).untracked_names == {"perf_tests::cube": 1}
+    for target in (cube, torch.ops.perf_tests.cube, torch.ops.perf_tests.cube.default):
+        flop_formula(target, lambda x, out: 2 * x.numel())
+        counts = counted(lambda: cube(torch.ones(4)))
+        assert counts.model == {"float32": 8}
+        assert not counts.untracked_names
+    packages(monkeypatch, my_kernels={"scan": scans, "Linear": Linear})
+    flop_formula("my_kernels:scan", lambda u, *rest, out: (7, 5))
+    u = torch.randn(2, requires_grad=True)
+    run = sys.modules["my_kernels"]
+    counts = counted(lambda: run.scan(u, u, u, u, u).sum().backward())
+    assert counts.model == {"float32": 7 + 5}
+
+
+@pytest.mark.parametrize("target", ["my_kernels", 7, "a b:c"])
+def test_a_target_that_is_nothing_to_count(target: object) -> None:
+    """The message says what it may be."""
+    with pytest.raises(ConfigError, match="no operator, function, module class or address"):
+        flop_formula(target, lambda *_: 0)
+
+
+def test_formulas_of_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a library registers with torch's own counter is used, as xformers and NATTEN do."""
+    from torch.utils import flop_counter
+
+    monkeypatch.setattr(flop_counter, "flop_registry", dict(flop_counter.flop_registry))
+
+    @torch.library.custom_op("perf_tests::neighborhood", mutates_args=())
+    def neighborhood(x: Tensor, radius: int) -> Tensor:
+        return x.clone()
+
+    @flop_counter.register_flop_formula(torch.ops.perf_tests.neighborhood)
+    def formula(x: Any, radius: int, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        return 2 * x[0] * (2 * radius + 1)
+
+    counts = counted(lambda: neighborhood(torch.ones(10), 3))
+    assert counts.model == {"float32": 2 * 10 * 7}
