@@ -45,7 +45,9 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(
         ("num_key_value_heads", "num_experts_per_tok", "moe_topk", "moe_top_k", "eos_token_id"), 2
     ),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window"), 64),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window"), 64
+    ),
     "head_dim": 16, "rotary_dim": 16, "vocab_size": 128, "moe_intermediate_size": 32,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0,
     "bos_token_id": 1,
