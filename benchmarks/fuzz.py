@@ -103,11 +103,9 @@ def targets(folder: Path) -> dict[str, Target]:
             tables(summarize(path))
         traces = combine.find_window(damaged)
         for each in traces:
-            combine.scan(each)
+            combine.read_head(each)
         combine.check(traces)
-        combine.align(traces)
         combine.write(traces, folder / "all.json.gz")
-        combine.collectives(traces)
 
     def summary(content: bytes) -> None:
         (damaged / "summary.json").write_bytes(content)
