@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
-#: `train_gpt.py` is a LightningCLI: see test_example.py and the tests of configs. `wandb_tracker.py`
-#: is a tracker: see tracking/test_trackers.py.
+#: `train_gpt.py` is a LightningCLI: see test_example.py and the tests of configs;
+#: `wandb_tracker.py` is a tracker: see tracking/test_trackers.py.
 SCRIPTS = ["ten_lines", "classify_digits", "manual_optimization", "two_ranks"]
 
 

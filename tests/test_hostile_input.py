@@ -33,6 +33,7 @@ from lightning_perf.cli import Failure, runs
 from lightning_perf.cli.files import upload
 from lightning_perf.cli.runs import watch
 from lightning_perf.core.progress import Ranks, Timestamp
+from lightning_perf.files import finite
 from lightning_perf.schedule import as_schedule
 from lightning_perf.traces import combine
 from lightning_perf.traces.events import TraceError
@@ -46,7 +47,14 @@ from lightning_perf.traces.uploads import (
 from lightning_perf.traces.writer import RunFolder
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.runs import read_folder
-from lightning_perf.tracking.summary import SummaryError, description, panel, read_summary
+from lightning_perf.tracking.summary import (
+    SummaryError,
+    _damage,
+    description,
+    panel,
+    read_summary,
+    schema,
+)
 
 fuzzed = settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -127,6 +135,25 @@ def test_a_damaged_summary_is_refused_or_shown(
     Console(file=io.StringIO()).print(panel(run.summary))
     assert isinstance(description(run.summary), str)
     assert report_page(run.summary)
+
+
+@fuzzed
+@given(mutations())
+@example(lambda content: content | {"overhead": {"share": 1e-31, "seconds": -1e-30}})
+@example(lambda content: content | {"overhead": {"share": 1e30, "seconds": True}})
+@example(lambda content: content | {"verdicts": [{"code": "a", "severity": "b", "rank": None}]})
+@example(lambda content: content | {"setup": {"a": True, "b": None, "c": 1e-31}})
+def test_other_readers_of_the_schema_agree(run_folder: Path, mutate: Callable[[Any], Any]) -> None:
+    """The package jsonschema takes and refuses the same summaries as ours."""
+    jsonschema = pytest.importorskip("jsonschema")
+    other = jsonschema.Draft202012Validator
+    other.check_schema(schema())
+    whole = other.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # not 1.0
+    content = finite(mutate(json.loads((run_folder / "summary.json").read_text())))
+    ours = not _damage(content, schema(), "summary")
+    assert (
+        jsonschema.validators.extend(other, type_checker=whole)(schema()).is_valid(content) is ours
+    )
 
 
 class Enough(Exception):
