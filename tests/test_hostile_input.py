@@ -183,14 +183,11 @@ def test_a_damaged_live_summary_is_watched_or_refused(
     terminal = Console(file=io.StringIO(), force_terminal=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs.time, "sleep", wait)
-        for view in (
-            lambda: watch(str(tmp_path), json=False),
-            lambda: watch(str(tmp_path), json=True),
-            lambda: runs._show(runs.folder_source(tmp_path), terminal),
-        ):
+        for json_lines, console in ((False, Console()), (True, Console()), (False, terminal)):
             looks.clear()
+            patch.setattr(runs, "new_console", lambda console=console: console)
             with suppress(Enough, SummaryError, Failure):
-                view()
+                watch(str(tmp_path), json=json_lines)
 
 
 @pytest.mark.parametrize("name", ["run", "status"])
