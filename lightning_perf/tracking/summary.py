@@ -165,24 +165,24 @@ def main_stage(summary: Summary) -> tuple[str, dict[str, Any]]:
 
 def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
     """The rows of the views: one value per name, and one value per name and window."""
-    stage, windows = main_stage(summary)
-    whole, last = windows.get("whole_run") or {}, windows.get("last_window") or {}
-    spans = [("whole run", whole)] if whole else []
-    spans += [("last window", last)] if last else []
-    figures: list[_Row] = [("", *(f"{name}\n{_steps(window)}" for name, window in spans))]
+    stage, found = main_stage(summary)
+    titles = {"whole_run": "whole run", "last_window": "last window"}
+    windows = {title: found[key] for key, title in titles.items() if found.get(key)}
+    heads = (f"{title}\n{steps_text(w['first'], w['last'])}" for title, w in windows.items())
+    figures: list[_Row] = [("", *heads)]
     for key, (name, text, unit, _) in RATES.items():
-        values = [window.get("throughput", {}).get(key) for _, window in spans]
+        values = [window.get("throughput", {}).get(key) for window in windows.values()]
         if any(value is not None for value in values):
             cells = ("" if each is None else text.format(each / unit) for each in values)
             figures.append((name, *cells))
-    figures += _times([window for _, window in spans])
-    return list(_facts(summary, stage, whole)), figures if len(figures) > 1 else []
+    figures += _times([*windows.values()])
+    facts = [*_facts(summary, stage, found.get("whole_run") or {})]
+    return facts, figures if len(figures) > 1 else []
 
 
-def _steps(window: Mapping[str, Any]) -> str:
-    if window["first"] == window["last"]:
-        return f"step {window['last']}"
-    return f"steps {window['first']} to {window['last']}"
+def steps_text(first: float, last: float) -> str:
+    """The steps that a window covers."""
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
