@@ -41,7 +41,7 @@ with MEASURED if CHILD in sys.argv else nullcontext():
     from lightning_perf import ConfigError, Time, always_on
     from lightning_perf.callbacks.factory import from_environment
     from lightning_perf.cli import Failure
-    from lightning_perf.cli.runs import compare, folder_source
+    from lightning_perf.cli.runs import _looks, compare
     from lightning_perf.core.progress import Ranks, Timestamp
     from lightning_perf.schedule import as_schedule
     from lightning_perf.traces import combine
@@ -103,21 +103,18 @@ def targets(folder: Path) -> dict[str, Target]:
             tables(summarize(path))
         traces = combine.find_window(damaged)
         for each in traces:
-            combine.scan(each)
+            combine.read_head(each)
         combine.check(traces)
-        combine.align(traces)
         combine.write(traces, folder / "all.json.gz")
-        combine.collectives(traces)
 
     def summary(content: bytes) -> None:
         (damaged / "summary.json").write_bytes(content)
         found = read_folder(damaged)
         Console(file=io.StringIO()).print(panel(found.summary))
         description(found.summary)
-        source = folder_source(damaged)
-        source.alive(source.read())
+        next(_looks(str(damaged), None))
         with redirect_stdout(io.StringIO()):
-            compare.run(str(damaged), [str(run)], "5%", None, json=False)
+            compare(str(damaged), [str(run)], threshold="5%")
 
     def uploads(content: bytes) -> None:
         (damaged / FILE_NAME).write_bytes(content)

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
-#: `train_gpt.py` is a LightningCLI: see test_example.py and the tests of configs.
+#: `train_gpt.py` is a LightningCLI: see test_example.py and the tests of configs;
+#: `wandb_tracker.py` is a tracker: see tracking/test_trackers.py.
 SCRIPTS = ["ten_lines", "classify_digits", "manual_optimization", "two_ranks"]
 
 
@@ -52,7 +53,7 @@ def test_a_script_trains_and_leaves_its_summary(
 
 def test_every_script_is_run() -> None:
     """A new example needs a test."""
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "train_gpt"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "train_gpt", "wandb_tracker"}
 
 
 def test_the_notebook_runs_in_order(in_tmp: Path, capfd: pytest.CaptureFixture[str]) -> None:

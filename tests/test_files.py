@@ -71,7 +71,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object], tuple[type[Exception], .
     "trace": ("rank0.3.json", summarize, (TraceError, OSError)),
     "combine": (
         "rank0.3.json",
-        lambda path: combine.scan(*combine.find_window(path.parent)),
+        lambda path: combine.read_head(*combine.find_window(path.parent)),
         (TraceError, OSError),
     ),
     "uploads": ("pending_uploads.jsonl", lambda path: read_pending(path.parent), (OSError,)),

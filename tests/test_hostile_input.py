@@ -33,6 +33,7 @@ from lightning_perf.cli import Failure, runs
 from lightning_perf.cli.files import upload
 from lightning_perf.cli.runs import watch
 from lightning_perf.core.progress import Ranks, Timestamp
+from lightning_perf.files import finite
 from lightning_perf.schedule import as_schedule
 from lightning_perf.traces import combine
 from lightning_perf.traces.events import TraceError
@@ -46,7 +47,14 @@ from lightning_perf.traces.uploads import (
 from lightning_perf.traces.writer import RunFolder
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.runs import read_folder
-from lightning_perf.tracking.summary import SummaryError, description, panel, read_summary
+from lightning_perf.tracking.summary import (
+    SummaryError,
+    _damage,
+    description,
+    panel,
+    read_summary,
+    schema,
+)
 
 fuzzed = settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -129,6 +137,25 @@ def test_a_damaged_summary_is_refused_or_shown(
     assert report_page(run.summary)
 
 
+@fuzzed
+@given(mutations())
+@example(lambda content: content | {"overhead": {"share": 1e-31, "seconds": -1e-30}})
+@example(lambda content: content | {"overhead": {"share": 1e30, "seconds": True}})
+@example(lambda content: content | {"verdicts": [{"code": "a", "severity": "b", "rank": None}]})
+@example(lambda content: content | {"setup": {"a": True, "b": None, "c": 1e-31}})
+def test_other_readers_of_the_schema_agree(run_folder: Path, mutate: Callable[[Any], Any]) -> None:
+    """The package jsonschema takes and refuses the same summaries as ours."""
+    jsonschema = pytest.importorskip("jsonschema")
+    other = jsonschema.Draft202012Validator
+    other.check_schema(schema())
+    whole = other.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # not 1.0
+    content = finite(mutate(json.loads((run_folder / "summary.json").read_text())))
+    ours = not _damage(content, schema(), "summary")
+    assert (
+        jsonschema.validators.extend(other, type_checker=whole)(schema()).is_valid(content) is ours
+    )
+
+
 class Enough(Exception):
     """Raised at the third update."""
 
@@ -156,14 +183,11 @@ def test_a_damaged_live_summary_is_watched_or_refused(
     terminal = Console(file=io.StringIO(), force_terminal=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs.time, "sleep", wait)
-        for view in (
-            lambda: watch(str(tmp_path), json=False),
-            lambda: watch(str(tmp_path), json=True),
-            lambda: runs._show(runs.folder_source(tmp_path), terminal),
-        ):
+        for json_lines, console in ((False, Console()), (True, Console()), (False, terminal)):
             looks.clear()
+            patch.setattr(runs, "new_console", lambda console=console: console)
             with suppress(Enough, SummaryError, Failure):
-                view()
+                watch(str(tmp_path), json=json_lines)
 
 
 @pytest.mark.parametrize("name", ["run", "status"])
@@ -220,11 +244,9 @@ def test_a_damaged_trace_is_read_or_refused(tmp_path: Path, mutate: Callable[[An
     with suppress(TraceError):
         traces = combine.find_window(tmp_path)
         for trace in traces:
-            combine.scan(trace)
+            combine.read_head(trace)
         combine.check(traces)
-        combine.align(traces)
         combine.write(traces, tmp_path / "all.json.gz")
-        combine.collectives(traces)
 
 
 _EVENT = (
@@ -284,7 +306,7 @@ def test_any_bytes_are_a_trace_or_an_error(tmp_path: Path, content: bytes, packe
     path = tmp_path / "rank0.3.json"
     path.write_bytes(gzip.compress(content)[:-3] if packed else content)
     with suppress(TraceError):
-        combine.scan(*combine.find_window(tmp_path))
+        combine.read_head(*combine.find_window(tmp_path))
 
 
 @fuzzed

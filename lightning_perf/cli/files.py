@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
@@ -19,7 +18,7 @@ from lightning_perf.traces.uploads import FILE_NAME, PendingUpload, taken_pendin
 from lightning_perf.tracking.installed import tracker_at
 from lightning_perf.tracking.mlflow import MlflowRun, is_default_database
 from lightning_perf.tracking.tracker import STORE, check_store, store_target
-from lightning_perf.units import counted, duration
+from lightning_perf.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -97,46 +96,19 @@ def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:
     check_output(target, combine.BEGINNING)  # before seconds of reading
     traces = combine.find_window(folder, window)
     for trace in _tracked(traces, "reading"):
-        combine.scan(trace)
+        combine.read_head(trace)
     combine.check(traces)
-    combine.align(traces)
-    events = combine.write(_tracked(traces, "writing"), target)
-    collectives = combine.collectives(traces)
-    there = {trace.rank for trace in traces}
-    missing = [rank for rank in range(traces[0].head["world_size"]) if rank not in there]
+    events = combine.write(_tracked(traces, "writing"), target, traces[0].base)
+    ranks = [trace.rank for trace in traces]
+    missing = sorted({*range(traces[0].head["world_size"])} - {*ranks})
     if json:
-        print_json({
-            "file": str(target), "events": events, "missing_ranks": missing,
-            "ranks": [
-                {"rank": trace.rank, "clock_shift_us": trace.correction,
-                 "residual_error_us": trace.error}
-                for trace in traces
-            ],
-            "collectives": [collective._asdict() for collective in collectives],
-        })  # fmt: skip
+        found = {"file": str(target), "events": events, "ranks": ranks, "missing_ranks": missing}
+        print_json(found)
         return
-    console, ranks = new_console(soft_wrap=True), counted(len(traces), "rank")
-    console.print(f"{target}: {ranks}, {events:,} events")
+    say(f"{target}: {counted(len(ranks), 'rank')}, {events:,} events")
     if missing:
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        console.print(f"No traces of ranks {', '.join(map(str, missing[:10]))}{more}.")
-    for trace in traces[1:]:
-        if trace.error is None:
-            console.print(f"rank {trace.rank}: no collective in common with rank 0, clock as it is")
-            continue
-        shift = abs(trace.correction) / 1e6
-        text = f"shifted by {duration(shift)}" if shift else "not shifted"
-        error = duration(trace.error / 1e6)
-        console.print(f"rank {trace.rank}: clock {text}, residual error {error}")
-    if not collectives:
-        console.print("No collectives in these traces.")
-        return
-    number, longest = len(collectives), max(collectives[0].waited_us.values()) / 1e6
-    ((last, times),) = Counter(each.last_rank for each in collectives).most_common(1)
-    console.print(
-        f"Rank {last} came last to {times / number:.0%} of {number} collectives of {ranks}. "
-        f"The longest wait was {duration(longest)}."
-    )
+        say(f"No traces of ranks {', '.join(map(str, missing[:10]))}{more}.")
 
 
 # -- uploads --------------------------------------------------------------------------------------

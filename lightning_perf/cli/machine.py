@@ -51,18 +51,15 @@ def doctor(*, json: bool = False) -> int:
     Args:
         json: Print JSON.
     """
-    parts = {"packages": _packages, "hardware": _hardware, "set-up": _setup}
-    findings = {part: list(found()) for part, found in parts.items()}
+    findings = [*_packages(), *_hardware(), *_setup()]
     if json:
-        print_json([{"part": part, **x._asdict()} for part in findings for x in findings[part]])
+        print_json([finding._asdict() for finding in findings])
     else:
         console = new_console(soft_wrap=True)
-        for part, found in findings.items():
-            console.print(part, style="bold")
-            for name, value, state in found:
-                text = value if state == "ok" else f"{state}: {value}"
-                console.print(f"  {name}: {text}", style=_STYLES[state])
-    return int(any(each.state == "error" for found in findings.values() for each in found))
+        for name, value, state in findings:
+            text = value if state == "ok" else f"{state}: {value}"
+            console.print(f"{name}: {text}", style=_STYLES[state])
+    return int(any(finding.state == "error" for finding in findings))
 
 
 def _packages() -> Iterator[Finding]:

@@ -7,8 +7,7 @@ import os
 import platform
 import re
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from math import inf
 from pathlib import Path, PurePosixPath
 from shutil import which
@@ -158,6 +157,10 @@ def descendants(pid: int) -> list[int]:
     return [child.pid for child in below if _is_own(child)]
 
 
+#: Seconds between reads of a folder, and of MLflow, which takes many requests each time.
+_INTERVAL, _MLFLOW_INTERVAL = 1.0, 10.0
+
+
 def watch(run: str | None = None, *, tracking_uri: str | None = None, json: bool = False) -> int:
     """Show a running training live.
 
@@ -171,17 +174,23 @@ def watch(run: str | None = None, *, tracking_uri: str | None = None, json: bool
             ./mlflow.db.
         json: Print a line of JSON per update.
     """
+    from rich.live import Live
+
     console = new_console()
-    source = _source(run, tracking_uri)
-    seen = _print(source, json) if json or not console.is_terminal else _show(source, console)
+    live = Live(console=console, auto_refresh=False) if console.is_terminal and not json else None
+    seen = shown = None
+    with live or nullcontext():
+        for seen in _looks(run, tracking_uri):
+            if live is not None:
+                live.update(_view(seen), refresh=True)
+            elif seen is not None and seen.summary != shown:
+                shown = seen.summary
+                say(json_format.dumps(_current(shown)) if json else _line(seen), flush=True)
     if seen is None:
         raise Failure("the training ended before its first report", 1)
     if seen.is_running:
         raise Failure("the training was killed before its run ended", 1)
     return 0
-
-
-# -- sources of summaries ----------------------------------------------------------------------
 
 
 class Seen(NamedTuple):
@@ -197,62 +206,33 @@ class Seen(NamedTuple):
         return bool(self.summary["status"] == RUNNING)
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a run's summary is read."""
-
-    #: The latest summary; None before the first one.
-    read: Callable[[], Seen | None]
-    #: The process that the user has named.
-    pid: int | None = None
-    #: Seconds between reads.
-    interval: float = 1.0
-
-    def alive(self, seen: Seen | None) -> bool:
-        """Whether a newer summary than this one may still be written."""
-        if self.pid is not None:
-            return _lives(self.pid, _now())
-        process = {} if seen is None else seen.summary.get("process", {})
-        if seen is None or process.get("host") != platform.node():
-            return True
-        return _lives(process.get("pid"), seen.updated)
-
-
-def _source(run: str | None, tracking_uri: str | None) -> Source:
-    """The source of the run that the argument names."""
+def _looks(run: str | None, tracking_uri: str | None) -> Iterator[Seen | None]:
+    """The latest summary at each interval, until the run or its process has ended."""
     from lightning_perf.tracking import runs
 
-    path = Path(run or ".")
+    pid, folder, path = None, None, Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
-        return process_source(own_process(int(run)))
-    if run is None or path.is_file():
-        return folder_source(runs.folder_of(path))
-    if local := runs.local_folders(run, tracking_uri):
-        return folder_source(local[-1])
-    # Each read takes many requests.
-    return Source(lambda: Seen(runs.find_run(run, tracking_uri).summary, _now()), interval=10.0)
-
-
-def folder_source(folder: Path) -> Source:
-    """Watch a run's folder; on the training's machine, until its process has ended."""
-    return Source(lambda: _read(folder))
-
-
-def process_source(pid: int) -> Source:
-    """Watch the run folder that a process or a child of it has open, until the process ends."""
-    folder: Path | None = None
-
-    def read() -> Seen | None:
-        nonlocal folder
-        folder = folder or _folder_of(pid)  # a run closes its folder at its end
-        return None if folder is None else _read(folder)
-
-    return Source(read, pid)
-
-
-def _read(folder: Path) -> Seen:
-    path = folder / FILE_NAME
-    return Seen(read_summary(path), path.stat().st_mtime)
+        pid = own_process(int(run))
+    elif run is None or path.is_file():
+        folder = runs.folder_of(path)
+    elif local := runs.local_folders(run, tracking_uri):
+        folder = local[-1]
+    in_mlflow = pid is None and folder is None
+    seen: Seen | None = None
+    while True:
+        # Checked first, so that the summary that a process writes at its end is read.
+        ended = _has_ended(pid, seen)
+        if in_mlflow:
+            seen = Seen(runs.find_run(run, tracking_uri).summary, _now())
+        elif folder is None and pid is not None:
+            folder = _folder_of(pid)
+        if folder is not None:  # once found, it is kept: a run closes its folder at its end
+            file = folder / FILE_NAME
+            seen = Seen(read_summary(file), file.stat().st_mtime)
+        yield seen
+        if ended or (seen is not None and not seen.is_running):
+            return
+        time.sleep(_MLFLOW_INTERVAL if in_mlflow else _INTERVAL)
 
 
 def _folder_of(pid: int) -> Path | None:
@@ -265,6 +245,17 @@ def _folder_of(pid: int) -> Path | None:
                     folder = link.readlink()
                     folders.append(((folder / FILE_NAME).stat().st_mtime, folder))
     return max(folders)[1] if folders else None
+
+
+def _has_ended(pid: int | None, seen: Seen | None) -> bool:
+    """Whether the process that the user has named has ended, else that of a summary, if here."""
+    since = _now()
+    if pid is None:
+        process = {} if seen is None else seen.summary.get("process", {})
+        if seen is None or process.get("host") != platform.node():
+            return False
+        pid, since = process.get("pid"), seen.updated
+    return not _lives(pid, since)
 
 
 def _now() -> float:
@@ -283,32 +274,9 @@ def _lives(pid: int | None, since: float) -> bool:
         return False
 
 
-# -- views ------------------------------------------------------------------------------------
-
-
-def _looks(source: Source) -> Iterator[Seen | None]:
-    """Yield the latest summary at each interval, until the run or its process has ended."""
-    seen: Seen | None = None
-    while True:
-        # Checked first, so that the summary that a process writes at its end is read.
-        alive = source.alive(seen)
-        seen = source.read() or seen
-        yield seen
-        if not alive or (seen is not None and not seen.is_running):
-            return
-        time.sleep(source.interval)
-
-
-def _print(source: Source, json: bool) -> Seen | None:
-    """Print one line per update; return the last summary."""
-    seen = last = None
-    for seen in _looks(source):
-        if seen is not None and (last is None or seen.summary != last.summary):
-            last = seen
-            now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
-            line = f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
-            say(json_format.dumps(_current(seen.summary)) if json else line, flush=True)
-    return seen
+def _line(seen: Seen) -> str:
+    now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
+    return f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
 
 
 def _current(summary: Summary) -> Summary:
@@ -318,17 +286,6 @@ def _current(summary: Summary) -> Summary:
         stage: {k: v for k, v in each.items() if k != "windows"} for stage, each in stages.items()
     }
     return {**summary, "stages": now}
-
-
-def _show(source: Source, console: Console) -> Seen | None:
-    """Redraw a view at each read; return the last summary."""
-    from rich.live import Live
-
-    seen = None
-    with Live(console=console, auto_refresh=False) as live:
-        for seen in _looks(source):
-            live.update(_view(seen), refresh=True)
-    return seen
 
 
 def _view(seen: Seen | None) -> RenderableType:

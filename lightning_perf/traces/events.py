@@ -25,7 +25,7 @@ _MOST_CHARACTERS = 1 << 22
 _UNPACKED, _RATIO = 1 << 24, 200
 #: The keys beside the events that are used; VizTracer's others hold all source files.
 _HEAD = (
-    "baseTimeNanoseconds", "batch", "host_name", "run_name", "stage", "viztracer_metadata",
+    "baseTimeNanoseconds", "batch", "run_name", "stage", "viztracer_metadata",
     "world_size",
 )  # fmt: skip
 _GZIPPED = b"\x1f\x8b"

@@ -26,7 +26,7 @@ from lightning_perf.diagnosis.report import evidence_text
 from lightning_perf.diagnosis.report import headline as verdict_headline
 from lightning_perf.timing.totals import Share, folded
 from lightning_perf.traces.summary import facts, tables
-from lightning_perf.tracking.summary import headline, main_stage, rows, verdicts_of
+from lightning_perf.tracking.summary import headline, main_stage, rows, steps_text, verdicts_of
 from lightning_perf.units import bytes_text, duration, three_digits, time_unit
 
 if TYPE_CHECKING:
@@ -182,11 +182,11 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
     firsts = [first, *(step + 1 for step in lasts)]
     top, cut = _top(lasts, sum((np.array(layer.values) for layer in layers), np.zeros(len(lasts))))
     mean = duration(sum(layer.amount for layer in layers))
-    summary = f"{mean} per batch on average, {_steps(first, lasts[-1])}"
+    summary = f"{mean} per batch on average, {steps_text(first, lasts[-1])}"
     axis = ticks(first - 0.5, lasts[-1] + 0.5)
     return Areas(
         edges=[step - 0.5 for step in firsts],  # a window holds all of its steps
-        windows=[_steps(*window) for window in zip(firsts, lasts, strict=False)],
+        windows=[steps_text(*window) for window in zip(firsts, lasts, strict=False)],
         layers=layers,
         top=top,
         unit=time_unit,
@@ -197,10 +197,6 @@ def stack(rows: Sequence[Row], first: int = 0) -> Areas:
         legend=("category", "per batch", "share"),
         summary=f"{summary}{cut}" if layers else "No batch was timed.",
     )
-
-
-def _steps(first: int, last: int) -> str:
-    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def _layers(rows: Sequence[Row], widths: Numbers, starts: NDArray[np.int_]) -> tuple[Layer, ...]:

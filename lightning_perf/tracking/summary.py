@@ -6,6 +6,7 @@ import json
 import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, shown
@@ -14,7 +15,6 @@ from lightning_perf.units import counted, duration, flops_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from rich.console import RenderableType
     from rich.table import Table
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     _Row = tuple[str, ...]
 
 FILE_NAME, PAGE_NAME = "summary.json", "report.html"
+#: The JSON Schema of the file.
+SCHEMA = Path(__file__).with_name("summary.schema.json")
 #: The status of a run that continues, or was killed.
 RUNNING = "running"
 #: Increased with each change of the format that an older reader would misread.
@@ -74,48 +76,21 @@ def text_of(summary: Summary) -> str:
 
 # -- reading --------------------------------------------------------------------------------------
 
-#: Sizes of numbers, so that no product or quotient of some is infinite.
+#: Sizes of numbers, so that no product or quotient of some is infinite; in the schema, too.
 _LEAST, _MOST = 1e-30, 1e30
-_FIGURES = {"*": float}
-_WINDOW = {
-    "first!": float, "last!": float, "batches!": float, "seconds": float, "flops_per_batch": float,
-    "peak_flops": float, "throughput": _FIGURES, "timings": _FIGURES,
+#: The types of JSON Schema, and their names in messages where these differ.
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict, "array": list, "string": str, "number": (int, float), "integer": int,
+    "boolean": bool, "null": type(None),
 }  # fmt: skip
-_SERIES, _ROWS = {"*": [float]}, [[float]]
-_VERDICT = {
-    "code!": str, "severity!": str, "share": float, "predicted_speedup": float,
-    "culprit": str | None, "rank": int | None, "phase": str | None, "advice": str,
-    "evidence": {"*": int | float | str},
-}  # fmt: skip
-_OPERATORS = [{"name!": str, "calls!": int, "cpu_seconds!": float, "device_seconds!": float}]
-_CAPTURE = {
-    "missing": str, "events": int, "seconds": float, "steps": int, "device": {
-        "devices!": int, "busy!": float, "idle_input!": float, "idle_launch!": float,
-        "idle_other!": float, "communication!": float, "exposed_communication!": float,
-        "kernels!": float, "tensor_cores!": float,
-    },
-    "operators": _OPERATORS, "kernels": _OPERATORS, "notes": [str], "synchronizations": [
-        {"call!": str, "operator!": str, "line!": str, "calls!": int, "seconds!": float},
-    ],
-}  # fmt: skip
-#: What the views read: kinds of values, mappings by key, and lists. ``*`` is any other key, and
-#: ``!`` a key that must be there.
-_SHAPE = {
-    "run!": str, "status!": str, "process": {"host": str, "pid": int},
-    "setup": {"peak_flops": float, "versions": {"*": str | None}, "*": int | float | str | None},
-    "stages!": {
-        "*": {
-            "whole_run": _WINDOW, "last_window": _WINDOW,
-            "windows": {"warm_up": int, "timings": _SERIES, "culprits": _SERIES, "*": [float]},
-        },
-    },
-    "culprits": [{"name!": str, "seconds!": float, "calls!": int, "share!": float}],
-    "overhead": {"share!": float, "*": float},
-    "verdicts": [_VERDICT], "abstained": {"*": str}, "capture": _CAPTURE,
-    "ranks": {"last!": [float], "lateness!": _ROWS}, "system": {"*": float},
-    "report": str, "traces": [str], "pages": [str],
-}  # fmt: skip
-_KINDS = {dict: "mapping", list: "list", float: "plausible number", int: "plausible number"}
+_NAMES = {"object": "mapping", "array": "list", "string": "text", "number": "plausible number",
+          "integer": "plausible number"}  # fmt: skip
+
+
+@cache
+def schema() -> Mapping[str, Any]:
+    """The format of the file as a JSON Schema, which other tools can use."""
+    return read_json(SCHEMA)  # type: ignore[no-any-return]
 
 
 def read_summary(path: Path) -> Summary:
@@ -143,31 +118,39 @@ def _problem(content: object) -> str:
             f"has version {content['version']}, which is newer than this lightning_perf can read "
             f"({VERSION}). Try pip install --upgrade lightning_perf"
         )
-    damage = _damage(content, _SHAPE, "summary")
+    damage = _damage(content, schema(), "summary")
     return f"is damaged ({damage})" if damage else ""
 
 
-def _damage(value: Any, shape: Any, name: str) -> str:
-    """The first part of a value that has not the kind that `_SHAPE` says; empty if all have it."""
-    kind: Any = type(shape) if isinstance(shape, dict | list) else shape
-    if not _is_of(value, kind):
-        return f"its {name} is not a {_KINDS.get(kind, 'text')}"
+def _damage(value: Any, form: Mapping[str, Any], name: str) -> str:
+    """The first part of a value that is not as the schema says; empty if all are.
+
+    Of JSON Schema, it knows what `SCHEMA` uses: the package jsonschema takes 0.1 s to import, and
+    trainings read summaries, too.
+    """
+    if "type" not in form:
+        form = schema()["$defs"][form["$ref"].rpartition("/")[2]]
+    types = form["type"] if isinstance(form["type"], list) else [form["type"]]
+    if not any(_is_of(value, each) for each in types):
+        return f"its {name} is not a {_NAMES[types[0]]}"
     parts: Iterable[tuple[str, Any, Any]] = ()
-    if isinstance(shape, dict):
-        if missing := [key for key in shape if key[-1] == "!" and key[:-1] not in value]:
-            return f"its {name} has no {missing[0][:-1]}"
-        known = {key.removesuffix("!"): each for key, each in shape.items()}
-        parts = ((shown(key), each, known.get(key, known.get("*"))) for key, each in value.items())
-    if isinstance(shape, list):
-        parts = ((f"item {number}", each, shape[0]) for number, each in enumerate(value))
+    if isinstance(value, dict):
+        if missing := [key for key in form.get("required", ()) if key not in value]:
+            return f"its {name} has no {missing[0]}"
+        known, others = form.get("properties", {}), form.get("additionalProperties")
+        parts = ((shown(key), each, known.get(key, others)) for key, each in value.items())
+    elif isinstance(value, list):
+        parts = ((f"item {number}", each, form["items"]) for number, each in enumerate(value))
     found = (_damage(each, inner, f"{name}, {part}") for part, each, inner in parts if inner)
     return next(filter(None, found), "")
 
 
-def _is_of(value: object, kind: Any) -> bool:
-    if isinstance(value, int | float) and value and not _LEAST < abs(value) < _MOST:
+def _is_of(value: object, kind: str) -> bool:
+    if isinstance(value, bool):  # which is an int for Python alone
+        return kind == "boolean"
+    if not isinstance(value, _TYPES[kind]):
         return False
-    return isinstance(value, int | float if kind is float else kind)
+    return not (isinstance(value, int | float) and value) or _LEAST <= abs(value) <= _MOST
 
 
 # -- views ----------------------------------------------------------------------------------------
@@ -182,24 +165,24 @@ def main_stage(summary: Summary) -> tuple[str, dict[str, Any]]:
 
 def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
     """The rows of the views: one value per name, and one value per name and window."""
-    stage, windows = main_stage(summary)
-    whole, last = windows.get("whole_run") or {}, windows.get("last_window") or {}
-    spans = [("whole run", whole)] if whole else []
-    spans += [("last window", last)] if last else []
-    figures: list[_Row] = [("", *(f"{name}\n{_steps(window)}" for name, window in spans))]
+    stage, found = main_stage(summary)
+    titles = {"whole_run": "whole run", "last_window": "last window"}
+    windows = {title: found[key] for key, title in titles.items() if found.get(key)}
+    heads = (f"{title}\n{steps_text(w['first'], w['last'])}" for title, w in windows.items())
+    figures: list[_Row] = [("", *heads)]
     for key, (name, text, unit, _) in RATES.items():
-        values = [window.get("throughput", {}).get(key) for _, window in spans]
+        values = [window.get("throughput", {}).get(key) for window in windows.values()]
         if any(value is not None for value in values):
             cells = ("" if each is None else text.format(each / unit) for each in values)
             figures.append((name, *cells))
-    figures += _times([window for _, window in spans])
-    return list(_facts(summary, stage, whole)), figures if len(figures) > 1 else []
+    figures += _times([*windows.values()])
+    facts = [*_facts(summary, stage, found.get("whole_run") or {})]
+    return facts, figures if len(figures) > 1 else []
 
 
-def _steps(window: Mapping[str, Any]) -> str:
-    if window["first"] == window["last"]:
-        return f"step {window['last']}"
-    return f"steps {window['first']} to {window['last']}"
+def steps_text(first: float, last: float) -> str:
+    """The steps that a window covers."""
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

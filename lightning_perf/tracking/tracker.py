@@ -114,7 +114,6 @@ def check_store(remote_file_name: str | None, field: str = "remote_file_name") -
     Names that are no URL, and None, pass. ``field`` is the name of the setting, for messages.
     """
     import fsspec
-    from fsspec.registry import known_implementations
 
     protocol = split_url(remote_file_name).protocol if isinstance(remote_file_name, str) else ""
     if not protocol:
@@ -126,9 +125,7 @@ def check_store(remote_file_name: str | None, field: str = "remote_file_name") -
         example = "'s3://bucket/rank{rank}.{batch}.json'"
         raise ConfigError(field, remote_file_name, problem, example) from None
     except ImportError as error:
-        package = known_implementations[protocol]["class"].partition(".")[0]
-        remedy = error if package == "fsspec" else f"pip install {package}"
-        problem = f"needs a package that is not installed ({remedy})"
+        problem = f"needs a package that is not installed ({error})"
         raise ConfigError(field, remote_file_name, problem, None) from error
 
 

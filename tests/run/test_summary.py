@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from helpers.command import call
+from helpers.cuda_trace import cuda_trace
 from helpers.small import (
     FLOPS_PER_SAMPLE,
     HIDDEN,
@@ -41,8 +43,9 @@ from lightning_perf.core.window import Columns
 from lightning_perf.flops.peaks import Peak, PeakResolver
 from lightning_perf.run.window_log import MOST, Report, WindowLog, table
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
+from lightning_perf.traces.summary import summarize
 from lightning_perf.tracking.page import report_page
-from lightning_perf.tracking.summary import SummaryError, description, read_summary, rows
+from lightning_perf.tracking.summary import SummaryError, description, read_summary, rows, schema
 
 PEAK = 1e12
 PLOTS = Action("train", "callbacks", "Plots.on_train_batch_end")
@@ -54,9 +57,27 @@ def callbacks() -> list[Any]:
     return [SpeedMonitor(window_size=4), Flops(peak_flops=PEAK), Timings()]
 
 
+def undescribed(value: object, form: Mapping[str, Any], place: str = "") -> list[str]:
+    """The keys of a part of a summary that its schema does not describe."""
+    form = form if "type" in form else schema()["$defs"][form["$ref"].rpartition("/")[2]]
+    if isinstance(value, list):
+        return [key for each in value for key in undescribed(each, form["items"], place)]
+    if not isinstance(value, dict):
+        return []
+    known, others = form.get("properties", {}), form.get("additionalProperties")
+    found = []
+    for key, each in value.items():
+        inner = known.get(key, others)
+        found += undescribed(each, inner, f"{place}/{key}") if inner else [f"{place}/{key}"]
+    return found
+
+
 def summary_of(folder: Path) -> dict[str, Any]:
+    """The summary of a real run, of which the schema describes each key."""
     (path,) = folder.rglob("summary.json")
-    return dict(read_summary(path))
+    found = dict(read_summary(path))
+    assert undescribed(found, schema()) == []
+    return found
 
 
 class Crashes(Small):
@@ -485,7 +506,20 @@ def test_a_callback_adds_a_section(tmp_path: Path) -> None:
             return {"notes": [{"kind": "mine"}]}
 
     trainer(tmp_path, Notes()).fit(Small())
-    assert summary_of(tmp_path)["notes"] == [{"kind": "mine"}]
+    (path,) = tmp_path.rglob("summary.json")
+    found = read_summary(path)
+    assert found["notes"] == [{"kind": "mine"}]
+    assert undescribed(found, schema()) == ["/notes"]
+
+
+def test_the_schema_describes_a_captured_trace(tmp_path: Path) -> None:
+    """With kernels of a device and calls that wait for it."""
+    (tmp_path / "trace.json").write_text(json.dumps(cuda_trace()))
+    capture = summarize(tmp_path / "trace.json").as_dict()
+    assert undescribed(capture, schema()["$defs"]["capture"]) == []
+    whole = {"version": 2, "run": "a", "status": "finished", "stages": {}, "capture": capture}
+    (tmp_path / "summary.json").write_text(json.dumps(whole))
+    assert read_summary(tmp_path / "summary.json")["capture"]["device"]["devices"] == 1
 
 
 def test_verdicts_are_in_the_summary_and_its_views(

@@ -1,4 +1,4 @@
-"""Uploads to the runs of Weights & Biases, and of trackers of other packages."""
+"""Uploads to the runs of trackers of other packages, such as the example for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lightning_perf import PerfWarning, PyTorch, Tracker
 from lightning_perf.traces.uploads import NotHere
 from lightning_perf.tracking import installed as kinds
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TRACE = "torch_traces/rank0.2.pt.trace.json.gz"
 
 
@@ -54,16 +55,21 @@ class ShelfRun(Tracker):
         Path(self.place, remote.replace("/", "-")).write_bytes(path.read_bytes())
 
 
+def install(folder: Path, trackers: dict[str, str]) -> str:
+    """Install a package with trackers into a folder, and return the folder."""
+    info = folder / "shelf-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
+    lines = [f"{name} = {place}\n" for name, place in trackers.items()]
+    (info / "entry_points.txt").write_text("".join(["[lightning_perf.trackers]\n", *lines]))
+    return str(folder)
+
+
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Another package is installed with the tracker above and one that cannot be imported."""
-    info = tmp_path / "site" / "shelf-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        f"[lightning_perf.trackers]\nshelf = {__name__}:ShelfRun\ngone = no_such_module:Run\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path / "site")
+    trackers = {"shelf": f"{__name__}:ShelfRun", "gone": "no_such_module:Run"}
+    monkeypatch.syspath_prepend(install(tmp_path / "site", trackers))
     monkeypatch.setitem(sys.modules, __name__, sys.modules[ShelfRun.__module__])
     kinds.installed.cache_clear()
     yield
@@ -112,7 +118,7 @@ from helpers.small import Records, Small, trainer
 from lightning.pytorch.loggers import WandbLogger
 from lightning_perf import PyTorch, SpeedMonitor
 from lightning_perf.run import destination
-from lightning_perf.tracking.installed import WandbRun
+from wandb_tracker import WandbRun
 
 def train(folder, logger):
     long = "{run_name}/" + 150 * "n" + "/rank{rank}.{batch}.json"
@@ -141,7 +147,8 @@ def test_files_become_artifacts_of_the_w_and_b_run(tmp_path: Path) -> None:
     """
     names = ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR")
     offline = dict.fromkeys(names, str(tmp_path)) | {"WANDB_MODE": "offline"}
-    path = os.pathsep.join(each for each in sys.path if each)
+    site = install(tmp_path / "site", {"wandb": "wandb_tracker:WandbRun"})
+    path = os.pathsep.join([site, str(EXAMPLES), *filter(None, sys.path)])
 
     def python(*args: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | offline | {"PYTHONPATH": path}
