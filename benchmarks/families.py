@@ -28,7 +28,7 @@ from lightning_perf.flops.operators import grouped_product, plain_convolution
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BATCH, LENGTH, MOST_PARAMETERS = 2, 32, 20_000_000
 #: Sizes, by the names that configurations have for them.
-SIZES: dict[str, int] = {
+SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"), 64),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "encoder_ffn_dim",
@@ -100,9 +100,15 @@ class Row:
 def configuration(kind: type[Any]) -> Any:
     """A configuration of a family with small sizes."""
     usual = kind()
-    sizes = {
-        name: size for name, size in SIZES.items() if isinstance(getattr(usual, name, None), int)
+    sizes: dict[str, Any] = {
+        name: size
+        for name, size in SIZES.items()
+        if hasattr(usual, name) and isinstance(getattr(usual, name), int | None)
     }
+    if kind.model_type == "falcon":  # its width per head follows from the others
+        del sizes["head_dim"]
+    if kind.model_type == "gpt_neo":
+        sizes["attention_types"] = [[["global", "local"], 1]]
     if getattr(usual, "layer_types", None):
         sizes["layer_types"] = usual.layer_types[:2]
     config = kind(**sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import lightning as L
@@ -11,6 +12,8 @@ import torch
 from comparison import compare
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from lightning_perf.flops.formulas import PROVEN
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY, LENGTH, BATCH, LAYERS, WIDTH = 128, 32, 4, 2, 32
@@ -62,3 +65,14 @@ def test_language_models_train_as_without_us(tmp_path: Path, kind: str, attentio
     # Without dropout there is another kernel: two products in forward and four in backward.
     fused = kind == "llama" and attention == "sdpa"
     assert ours - torchs == (LAYERS * 6 * 2 * BATCH * LENGTH**2 * WIDTH if fused else 0)
+
+
+FAMILIES = run_path(str(Path(__file__).parents[2] / "benchmarks" / "families.py"))
+
+
+@pytest.mark.parametrize("family", sorted(PROVEN))
+def test_the_formula_of_each_proven_family_is_its_count(family: str) -> None:
+    """A tiny model of each family that the formulas accept; others are refused."""
+    (row,) = FAMILIES["families"]([family])
+    assert row.exact
+    assert row.palm == row.ours

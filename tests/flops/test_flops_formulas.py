@@ -337,3 +337,13 @@ def test_a_batch_without_ids_after_batches_with_ids_has_no_flops():
     assert formula({"a": IDS, "b": None}) == IDS.numel() * palm(TINY)
     assert formula({"a": None, "b": torch.zeros(4)}) == 0
     assert formula(None) == 0
+
+
+@pytest.mark.parametrize("family", ["bart", "deepseek_v3", "qwen3_moe", "bert"])
+def test_families_that_were_not_proven_are_refused(family):
+    """A wrong figure is worse than none: their layers are others than the fields say."""
+    config = {"model_type": family, "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 128}
+    with pytest.raises(ConfigError, match=f"model_type='{family}' is a family"):
+        TransformerConfig.from_config(config, sequence=8)
+    proven = TransformerConfig.from_config({**config, "model_type": "llama"}, sequence=8)
+    assert proven.layers == 2
