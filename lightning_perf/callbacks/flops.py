@@ -24,6 +24,7 @@ class Flops(WindowCallback):
     - ``mfu``, ``hfu``: model and hardware FLOPs utilization since the last report, as fractions of
       the peak. They include waiting for data and exclude validation, the first batch of a stage,
       and batches that were slowed down by counting;
+    - ``mfu_causal``: as ``mfu``, with half of the square of a causal mask, as Megatron-LM counts;
     - ``batch_flops``: model FLOPs of one batch over all ranks: forward and backward, 2 per
       multiply-add, attention in full;
     - ``actual_batches_per_sec``, ``max_batches_per_sec``: measured, and what the peak would allow;

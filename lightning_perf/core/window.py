@@ -281,6 +281,9 @@ def utilization(window: Window) -> dict[str, float]:
             "mfu": ("flops/ideal_seconds", 1.0),
             "hfu": ("flops/hardware_ideal_seconds", 1.0),
         }
+        causal = window.total("flops/causal_ideal_seconds")
+        if causal < window.total("flops/ideal_seconds"):  # a causal mask hides some of the work
+            rates["mfu_causal"] = ("flops/causal_ideal_seconds", 1.0)
         for key, (column, unit) in rates.items():
             rate = window.rate(column, "flops/seconds") / window.world_size / unit
             if rate > 0:

@@ -242,6 +242,8 @@ class BatchCost:
     #: Model FLOPs over all dtypes, and the peak FLOP/s for this mix of dtypes.
     total: float = 0.0
     peak: float = 0.0
+    #: As `ideal_seconds`, without the pairs of attention that causal masks hide.
+    causal_ideal_seconds: float = 0.0
 
 
 _DTYPES = {"64": "float64", "32": "float32", "16": "float16", "bf16": "bfloat16"}
@@ -317,6 +319,7 @@ class PeakResolver:
             total,
             # A single peak is kept exactly; several are averaged, weighted by their FLOPs.
             next(iter(peaks)) if len(peaks) == 1 else total / seconds if seconds else 0.0,
+            max(seconds - self._seconds(counts.hidden), 0.0),
         )
 
     def warn_if_above_peak(self, mfu: float) -> None:

@@ -152,7 +152,7 @@ _MOST_VARIABLES = 4
 #: Relative size below which a combination of monomials did not vary, and the largest part of a
 #: batch's monomials that did not.
 _RANK, _ALIKE = 1e-9, 1e-6
-_KINDS = ("model", "hardware")
+_KINDS = ("model", "hardware", "hidden")
 
 
 @dataclass(frozen=True, slots=True)

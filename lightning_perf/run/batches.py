@@ -70,6 +70,7 @@ class Sums(NamedTuple):
     flops_model: float = 0.0
     flops_ideal_seconds: float = 0.0
     flops_hardware_ideal_seconds: float = 0.0
+    flops_causal_ideal_seconds: float = 0.0
     #: Of batches with known FLOPs, and of skipped ones.
     flops_seconds: float = 0.0
     flops_batches: int = 0
@@ -82,10 +83,13 @@ class Sums(NamedTuple):
         seconds, samples, tokens, cost = record.seconds, record.samples, record.tokens, record.cost
         skipped = cost is None and samples == 0  # by Lightning
         flops = (
-            (0.0, 0.0, 0.0, seconds if skipped else 0.0, 0)
+            (0.0, 0.0, 0.0, 0.0, seconds if skipped else 0.0, 0)
             if cost is None
-            else (cost.total, cost.ideal_seconds, cost.hardware_ideal_seconds, seconds, 1)
-        )
+            else (
+                cost.total, cost.ideal_seconds, cost.hardware_ideal_seconds,
+                cost.causal_ideal_seconds, seconds, 1,
+            )
+        )  # fmt: skip
         unknown = samples is None, tokens is None, cost is None and not skipped
         return Sums(*map(add, self, (seconds, 1, samples or 0, tokens or 0, *flops, *unknown)))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
+from helpers.small import FLOPS_PER_SAMPLE, WIDTH, Records, Small, ours, trainer
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -460,3 +460,25 @@ def test_a_fraction_of_training_needs_a_limit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dur"):
         run.fit(Small())
     assert run.global_step == 0
+
+
+class CausalAttention(Small):
+    """Self-attention over the features of a sample, under a causal mask."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        features = batch[0][:, None, :, None] * self.net[0].weight.sum()
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            features, features, features, is_causal=True
+        )
+        return mixed.square().mean()
+
+
+def test_mfu_under_a_causal_mask_is_logged_in_both_conventions(
+    tmp_path: Path, records: Records
+) -> None:
+    """A square of n queries and keys counts in full for mfu, and n (n + 1) / 2 for mfu_causal."""
+    trainer(tmp_path, Flops(peak_flops=1e12), logger=records).fit(CausalAttention())
+    full, half = dict(records.of("mfu")), dict(records.of("mfu_causal"))
+    assert full.keys() == half.keys() == {4, 9, 14}
+    for step, value in full.items():
+        assert half[step] / value == pytest.approx((WIDTH + 1) / (2 * WIDTH))

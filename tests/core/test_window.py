@@ -101,6 +101,7 @@ def test_utilization_by_hand() -> None:
         "flops/untracked_operations": [0, 1], "flops/seconds": [2.0, 1.0],
         "flops/batches": [4.0, 2.0], "flops/model": [12e9, 2e9], "flops/ideal_seconds": [1.0, 0.25],
         "flops/hardware_ideal_seconds": [1.5, 0.25], "flops/known_batches": [8.0, 2.0],
+        "flops/causal_ideal_seconds": [0.5, 0.25],
         "flops/known": [24e9, 2e9], "flops/known_ideal_seconds": [2.0, 0.25],
     }  # fmt: skip
     assert utilization(window_of(columns)) == {
@@ -113,4 +114,5 @@ def test_utilization_by_hand() -> None:
         "tflops_per_device": (6e9 + 2e9) / 2 / 1e12,
         "mfu": (0.5 + 0.25) / 2,
         "hfu": (0.75 + 0.25) / 2,
+        "mfu_causal": (0.25 + 0.25) / 2,
     }
