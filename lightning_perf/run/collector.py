@@ -214,6 +214,7 @@ class Collector:
         idle = signals.gpu_idle
         averages = {name: signals.average(f"system/{name}") for name in SENSORS}
         averages["gpu_util"] = None if idle is None else 100 * (1 - idle)
+        averages["ofu"] = signals.gpu_average("ofu") if idle is not None else None
         culprits = [row._asdict() for row in self._log.table(context.times())]
         return {"culprits": culprits, "system": without_none(**averages)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ GPU = (
     "gpu_util", "gpu_free_memory", "gpu_used_memory", "gpu_power", "gpu_temperature",
     "gpu_sm_clock", "gpu_memory_clock",
     "gpu_throttled", "gpu_throttled_power", "gpu_throttled_thermal", "gpu_throttled_hardware",
+    "sm_activity", "tensor_activity", "dram_activity", "ofu",
 )  # fmt: skip
 #: The maximum GPUs per node that are sampled.
 _MOST_GPUS = 16
@@ -47,6 +49,59 @@ def _throttled(nvml: Any, gpu: Any) -> dict[str, float]:
     return {name: 100 * bool(reasons & bits) for name, bits in _REASONS.items()}
 
 
+#: NVML's names of the shares of time in which units are busy, in percent (Hopper and newer).
+_ACTIVITY = {
+    "sm_activity": "NVML_GPM_METRIC_SM_UTIL",
+    "tensor_activity": "NVML_GPM_METRIC_ANY_TENSOR_UTIL",
+    "dram_activity": "NVML_GPM_METRIC_DRAM_BW_UTIL",
+}
+#: Seconds between the first two samples of them; NVML needs 0.1 s.
+_FIRST_INTERVAL = 0.1
+
+
+class _Activity:
+    """How busy the units of a GPU were since the last reading; nothing is counted in the program.
+
+    OFU is the share of the tensor cores' peak that was used: their activity, times the present
+    clock over the maximum one (arXiv 2605.20799).
+    """
+
+    def __init__(self) -> None:
+        self._samples: list[Any] = []
+
+    def __call__(self, nvml: Any, gpu: Any) -> Mapping[str, float]:
+        if not self._samples:
+            if not nvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice:
+                raise nvml.NVMLError_NotSupported
+            self._samples = [nvml.nvmlGpmSampleAlloc() for _ in range(2)]
+            nvml.nvmlGpmSampleGet(gpu, self._samples[1])
+            time.sleep(_FIRST_INTERVAL)
+        self._samples.reverse()
+        request = nvml.c_nvmlGpmMetricsGet_t()
+        request.version, request.numMetrics = nvml.NVML_GPM_METRICS_GET_VERSION, len(_ACTIVITY)
+        for number, name in enumerate(_ACTIVITY.values()):
+            request.metrics[number].metricId = getattr(nvml, name)
+        nvml.nvmlGpmSampleGet(gpu, self._samples[1])
+        request.sample1, request.sample2 = self._samples
+        metrics = nvml.nvmlGpmMetricsGet(request).metrics
+        found = {
+            name: metrics[number].value
+            for number, name in enumerate(_ACTIVITY)
+            if not metrics[number].nvmlReturn
+        }
+        if "tensor_activity" in found:
+            clock = nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
+            most = nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)
+            found["ofu"] = found["tensor_activity"] * clock / most
+        return found
+
+    def free(self, nvml: Any) -> None:
+        """Free the samples."""
+        for sample in self._samples:
+            nvml.nvmlGpmSampleFree(sample)
+        self._samples = []
+
+
 #: How to read each group of figures; if one fails, the others continue.
 _READINGS: dict[str, Callable[[Any, Any], Mapping[str, float]]] = {
     "memory": _memory,
@@ -71,13 +126,22 @@ class Gpu:
         self._handle = nvml.nvmlDeviceGetHandleByIndex(index)
         self._uuid: str = nvml.nvmlDeviceGetUUID(self._handle)
         self.name = f"gpu_{index}"
-        self._readings = dict(_READINGS)
+        self._activity = _Activity()
+        self._readings: dict[str, Callable[[Any, Any], Mapping[str, float]]] = {
+            **_READINGS,
+            "activity": self._activity,
+        }
 
     def matches(self, name: str) -> bool:
         """Whether an entry of CUDA_VISIBLE_DEVICES or a UUID from torch means this GPU."""
         if name.isdigit():
             return self._index == int(name)
         return self._uuid.startswith(name) or self._uuid.endswith(name)
+
+    def close(self) -> None:
+        """Free what the sensor holds."""
+        with suppress(self._nvml.NVMLError):
+            self._activity.free(self._nvml)
 
     def __call__(self, _now: float, /) -> dict[str, float]:
         """Return the current values. Readings that the GPU does not support are not tried again."""
@@ -109,7 +173,12 @@ def open_gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> Iterator[
     with _nvml() as nvml:
         if nvml is None and ranks:
             warn("GPUs are not sampled: NVML is missing. Install the package nvidia-ml-py.")
-        yield _chosen(nvml, visible, ranks)
+        gpus = _chosen(nvml, visible, ranks)
+        try:
+            yield gpus
+        finally:
+            for gpu in gpus:
+                gpu.close()
 
 
 def count_gpus(visible: Sequence[str] | None = None, ranks: int = 0) -> int:

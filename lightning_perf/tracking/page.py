@@ -41,6 +41,7 @@ SENSORS = {
     "process_cpu": ("CPU of this training (100% is one CPU)", "{:.0f}%".format),
     "free_memory": ("free memory", bytes_text),
     "gpu_util": ("GPUs in use", "{:.0f}%".format),
+    "ofu": ("tensor cores' peak in use (OFU)", "{:.0f}%".format),
 }
 _TIME = "Where the time of a batch went"
 #: Links of a kind at most, the latest.

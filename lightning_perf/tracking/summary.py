@@ -199,6 +199,8 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
         # That of the mix of dtypes, which MFU uses.
         peak = float(whole.get("peak_flops", setup["peak_flops"]))
         yield "peak", f"{peak / 1e12:.3g} TFLOP/s per device ({source})"
+    if check := _cross_check(whole.get("throughput") or {}, summary.get("system") or {}):
+        yield "tensor cores", check
     if flops := whole.get("flops_per_batch"):
         yield "FLOPs per batch", flops_text(flops)
     costs = [row for row in summary.get("culprits", ()) if row["share"] >= _LEAST_COST]
@@ -211,6 +213,24 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
         reports = overhead["share"] - overhead.get("recording", 0.0)
         advice = ": raise Trainer(log_every_n_steps)" if reports > _COSTLY else ""
         yield "lightning_perf", f"{overhead['share']:.1%} of the time{advice}"
+
+
+def _cross_check(rates: Mapping[str, float], system: Mapping[str, float]) -> str:
+    """Whether the counted FLOPs agree with the activity of the tensor cores; empty if unknown."""
+    ofu, mfu, hfu = system.get("ofu", 0.0) / 100, rates.get("mfu"), rates.get("hfu")
+    if mfu is None or hfu is None or ofu < _LEAST_OFU:  # float32 products may run elsewhere
+        return ""
+    text = f"{ofu:.0%} of their peak by NVML (OFU)"
+    if ofu > hfu * _AGREES:
+        return f"{text}: kernels run that are not counted"
+    if mfu > ofu * _AGREES:
+        return f"{text}: more is counted than runs, or the peak is too low"
+    return f"{text}, which agrees"
+
+
+#: OFU below which other units do the work, and the ratio of it to HFU within which they agree:
+#: OFU covers all time and kernels that pad their operands.
+_LEAST_OFU, _AGREES = 0.02, 1.3
 
 
 def _times(windows: Sequence[Mapping[str, Any]]) -> Iterator[_Row]:

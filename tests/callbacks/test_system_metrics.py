@@ -182,7 +182,7 @@ def test_gpus_of_a_node_are_averaged(
     tmp_path: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each GPU has its number from nvidia-smi; the utilization of the first rises in mid-run."""
-    one, two = FakeGpu("GPU-a", util=0), FakeGpu("GPU-b")
+    one, two = FakeGpu("GPU-a", util=0), FakeGpu("GPU-b", activity=(90.0, 60.0, 30.0))
     nvml = install(monkeypatch, one, two)
 
     class Rises(Small):

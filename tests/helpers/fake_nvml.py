@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import sys
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,8 @@ class FakeGpu:
             "temperature": 61,
             "clocks": (1980, 2619),
             "reasons": 0,
+            # Percent of the time that SMs, tensor cores and memory are busy; not before Hopper.
+            "activity": None,
             **values,
         }
         #: Number of reads.
@@ -91,6 +94,43 @@ class FakeNvml:
 
     def nvmlDeviceGetClockInfo(self, gpu: FakeGpu, kind: int) -> int:
         return gpu.read("clocks")[kind - 1]
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu: FakeGpu, kind: int) -> int:
+        return (1980, 2619)[kind - 1]
+
+    NVML_GPM_METRIC_SM_UTIL, NVML_GPM_METRIC_ANY_TENSOR_UTIL = 2, 5
+    NVML_GPM_METRIC_DRAM_BW_UTIL, NVML_GPM_METRICS_GET_VERSION = 10, 1
+    #: Samples that were allocated and not freed.
+    samples = 0
+
+    def nvmlGpmQueryDeviceSupport(self, gpu: FakeGpu) -> Any:
+        return SimpleNamespace(isSupportedDevice=int(gpu.values["activity"] is not None))
+
+    def nvmlGpmSampleAlloc(self) -> Any:
+        self.samples += 1
+        return SimpleNamespace()
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:
+        self.samples -= 1
+
+    def nvmlGpmSampleGet(self, gpu: FakeGpu, sample: Any) -> None:
+        sample.time, sample.activity = monotonic(), gpu.read("activity")
+
+    def c_nvmlGpmMetricsGet_t(self) -> Any:
+        return SimpleNamespace(metrics=[SimpleNamespace() for _ in range(16)])
+
+    def nvmlGpmMetricsGet(self, request: Any) -> Any:
+        """The activity between two samples, of which the second is later."""
+        assert request.sample1.time < request.sample2.time
+        places = (
+            self.NVML_GPM_METRIC_SM_UTIL,
+            self.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+            self.NVML_GPM_METRIC_DRAM_BW_UTIL,
+        )
+        for metric in request.metrics[: request.numMetrics]:
+            metric.value = request.sample2.activity[places.index(metric.metricId)]
+            metric.nvmlReturn = 0
+        return request
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, gpu: FakeGpu) -> int:
         return gpu.read("reasons")

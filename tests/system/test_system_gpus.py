@@ -170,3 +170,25 @@ def test_a_gpu_that_cannot_be_opened_does_not_hide_the_others(monkeypatch: Patch
     monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", broken)
     with pytest.warns(PerfWarning, match="GPU 1 is not sampled"):
         assert keys() == ["gpu_0", "gpu_2"]
+
+
+def test_activity_of_tensor_cores(monkeypatch: Patch) -> None:
+    """NVML's counters give it between two readings; OFU relates it to the maximum clock."""
+    gpu = FakeGpu(UUIDS[0], activity=(90.0, 60.0, 30.0), clocks=(1485, 2619))
+    nvml = install(monkeypatch, gpu)
+    with open_gpus() as (sensor,):
+        for _ in range(2):
+            found = sensor(0.0)
+            assert found["gpu_0/sm_activity"] == 90.0
+            assert found["gpu_0/tensor_activity"] == 60.0
+            assert found["gpu_0/dram_activity"] == 30.0
+            assert found["gpu_0/ofu"] == 60.0 * 1485 / 1980
+        assert nvml.samples == 2
+    assert nvml.samples == 0
+
+
+def test_older_gpus_have_no_activity(monkeypatch: Patch) -> None:
+    """Before Hopper there are no such counters: no key, and no warning."""
+    install(monkeypatch, FakeGpu(UUIDS[0]))
+    with open_gpus() as (sensor,):
+        assert not {"gpu_0/ofu", "gpu_0/tensor_activity"} & sensor(0.0).keys()
