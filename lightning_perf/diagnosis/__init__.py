@@ -81,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     FunctionRule("throttled", partial(machine.throttled, percent=10.0, critical=50.0)),
     FunctionRule("launch-bound", partial(machine.launch_bound, least=_IDLING), 0.10),
     FunctionRule("low-gpu-utilization", _low_gpu_utilization, 0.10),
+    FunctionRule("slow-precision", partial(machine.slow_precision, ratio=2.0)),
     FunctionRule("compute-bound", partial(steps.compute_bound, share=0.8, low_mfu=0.4)),
 )
 #: All codes, which are stable.

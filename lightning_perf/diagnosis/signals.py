@@ -77,6 +77,9 @@ class Setup:
     cpus: int = 1
     threads: int = 1
     precision: str = "32-true"
+    #: FLOP/s of products in this precision and in float32, where both were measured.
+    peak_flops: float | None = None
+    float32_peak_flops: float | None = None
     compiled: bool = False
     log_every_n_steps: int = 50
     batches_per_epoch: int | None = None

@@ -335,9 +335,13 @@ class PeakResolver:
         )
 
     def setup(self) -> dict[str, object]:
-        """Return the peak and its source for the parameters of the run."""
-        peak = self.get(self._counted)
-        return {"peak_flops": peak.value, "peak_source": peak.source} if peak else {}
+        """Return the peak and its source for the parameters of the run, and that of float32."""
+        peak, found = self.get(self._counted), dict[str, object]()
+        if peak is not None:
+            found = {"peak_flops": peak.value, "peak_source": peak.source}
+        if self._mixed and self._given == "measure" and (single := self.get("float32")):
+            found["float32_peak_flops"] = single.value  # measured, too: autocast leaves some in it
+        return found
 
     def _seconds(self, flops: Mapping[str, float]) -> float:
         seconds = 0.0

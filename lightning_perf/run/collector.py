@@ -222,12 +222,15 @@ class Collector:
 def _setup(context: Run) -> Setup:
     """The settings of a training that begins."""
     trainer: Any = context.trainer
+    known: Any = context.setup()
     return Setup(
         device=trainer.strategy.root_device.type,
         world_size=context.ranks.world_size,
         cpus=usable_cpus(),
         threads=torch.get_num_threads(),
         precision=str(trainer.precision),
+        peak_flops=known.get("peak_flops"),
+        float32_peak_flops=known.get("float32_peak_flops"),
         compiled=is_compiled(context.module),
         log_every_n_steps=trainer.log_every_n_steps,
         batches_per_epoch=context.limits.batches_per_epoch,

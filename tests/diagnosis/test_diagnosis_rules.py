@@ -150,6 +150,12 @@ PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
         signals_of(FINE, named={WAITING: every(0.1)}),
         {"share": 0.2},
     ),
+    "slow-precision": (
+        signals_of(FINE, setup=Setup(
+            precision="bf16-mixed", peak_flops=2e9, float32_peak_flops=1.6e11
+        )),
+        {"severity": "warning", "evidence": {"float32_ratio": 80.0}},
+    ),
     "compute-bound": (signals_of(FINE, mfu=0.1), {"severity": "info", "share": 0.0}),
 }  # fmt: skip
 
@@ -396,6 +402,10 @@ NEIGHBOURS: dict[str, list[Signals]] = {
         ),
     ],
     "cpu-saturated": [signals_of(FINE, named={WAITING: every(0.02)})],
+    "slow-precision": [
+        signals_of(FINE, setup=Setup(peak_flops=one, float32_peak_flops=two))
+        for one, two in ((1e11, 1.6e11), (1e11, None), (None, 1e11))
+    ],
     "compute-bound": [
         signals_of(FINE, mfu=0.5),
         signals_of({**FINE, "other": 0.05}, mfu=0.1),

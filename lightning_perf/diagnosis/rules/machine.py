@@ -251,3 +251,19 @@ def sync_bound(signals: Signals) -> Iterable[Impact]:
         np.minimum(seconds, idle * signals.wall), culprit=hook and hook.name, phase="from_device",
         evidence={"gpu_percent": 100 * (1 - idle)}, advice=advice,
     )  # fmt: skip
+
+
+def slow_precision(signals: Signals, ratio: float) -> Iterable[Verdict]:
+    """Products take longer than in float32 by a ratio, as bfloat16 does on many CPUs."""
+    setup = signals.setup
+    if not (setup.peak_flops and setup.float32_peak_flops):
+        return
+    faster = setup.float32_peak_flops / setup.peak_flops
+    if faster >= ratio:
+        yield Verdict(
+            "slow-precision", "warning", phase=max(COMPUTE, key=signals.typical),
+            evidence={"float32_ratio": faster},
+            advice=f"This {setup.device} computes products of float32 {faster:.1f} times as fast as "
+            f'those of precision="{setup.precision}", for which it has no instructions. Use '
+            'precision="32-true".',
+        )  # fmt: skip
