@@ -263,7 +263,7 @@ def slow_precision(signals: Signals, ratio: float) -> Iterable[Verdict]:
         yield Verdict(
             "slow-precision", "warning", phase=max(COMPUTE, key=signals.typical),
             evidence={"float32_ratio": faster},
-            advice=f"This {setup.device} computes products of float32 {faster:.1f} times as fast as "
+            advice=f"This {setup.device} computes float32 products {faster:.1f} times as fast as "
             f'those of precision="{setup.precision}", for which it has no instructions. Use '
             'precision="32-true".',
         )  # fmt: skip
