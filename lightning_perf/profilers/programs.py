@@ -4,8 +4,6 @@
 
 - ``memory CAPTURE TEXT`` writes a summary of a memray capture and prints its metrics.
 - ``flamegraph CAPTURE PAGE`` is memray's own.
-- ``merge TRACE CHILD...`` adds VizTracer's traces of child processes to that of their parent.
-- ``operators TRACE TEXT`` writes a table of the operators in a trace of torch.profiler.
 - ``timeline POINTS PAGE DEVICE`` draws memory over time, of what torch.profiler exports.
 - ``history|segments SNAPSHOT PAGE`` draws a snapshot of CUDA memory.
 """
@@ -364,25 +362,7 @@ def _number(name: str, value: int) -> str:
     return f"{value:,}" if name == "total_allocations" else f"{bytes_text(value)} ({value:,} bytes)"
 
 
-# -- traces, and the command ---------------------------------------------------------------------
-
-
-def merge(target: Path, others: Sequence[Path]) -> None:
-    """Add events of other traces of this machine, within the time span of the first one."""
-    whole = json.loads(target.read_bytes())
-    calls = [event for event in whole["traceEvents"] if event["ph"] == "X"]
-    first = min((call["ts"] for call in calls), default=0.0)
-    last = max((call["ts"] + call["dur"] for call in calls), default=0.0)
-    for other in others:
-        part = json.loads(other.read_bytes())
-        whole["traceEvents"] += (
-            event
-            for event in part["traceEvents"]
-            if event["ph"] == "M" or first <= event["ts"] + event.get("dur", 0.0) <= last
-        )
-        if part["viztracer_metadata"].get("overflow"):
-            whole["viztracer_metadata"]["overflow"] = True
-    write_text(target, json.dumps(whole))
+# -- the command ---------------------------------------------------------------------------------
 
 
 def _main(command: str, first: str, *others: str) -> None:
@@ -390,9 +370,7 @@ def _main(command: str, first: str, *others: str) -> None:
         os.nice(10)  # training comes first
     tokenize.open = _open_source  # linecache reads with it
     source = Path(first)
-    if command == "merge":
-        merge(source, [*map(Path, others)])
-    elif command == "flamegraph":
+    if command == "flamegraph":
         from memray.commands import main
 
         sys.exit(main([command, "--no-web", "--force", "--output", *others, first]))
