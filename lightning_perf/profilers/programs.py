@@ -329,30 +329,24 @@ def _number(name: str, value: int) -> str:
 # -- the command ---------------------------------------------------------------------------------
 
 
-def _main(command: str, first: str, *others: str) -> None:
+def _main(command: str, first: str, target: str, *device: str) -> None:
     if hasattr(os, "nice"):
         os.nice(10)  # training comes first
     tokenize.open = _open_source  # linecache reads with it
     source = Path(first)
-    if command == "flamegraph":
-        from memray.commands import main
-
-        sys.exit(main([command, "--no-web", "--force", "--output", *others, first]))
-    else:
-        target, *device = others
-        write_text(Path(target), _text(command, source, *device))
-
-
-def _text(command: str, source: Path, device: str = "") -> str:
     match command:
+        case "flamegraph":
+            from memray.commands import main
+
+            sys.exit(main([command, "--no-web", "--force", "--output", target, first]))
         case "memory":
             text, numbers = summarize(source)
             sys.stdout.write(json.dumps(numbers))
-            return text
         case "timeline":
-            return memory_page(of_points(*json.loads(source.read_bytes())), device)
+            text = memory_page(of_points(*json.loads(source.read_bytes())), *device)
         case _:
-            return history(pickle.loads(source.read_bytes()))  # noqa: S301  our own of just now
+            text = history(pickle.loads(source.read_bytes()))  # noqa: S301  our own of just now
+    write_text(Path(target), text)
 
 
 if __name__ == "__main__":
