@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,8 @@ from typing_extensions import override
 from lightning_perf.checks import flag, needs
 from lightning_perf.errors import ConfigError, RecorderBusy
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.base import Names, Profiler, Recorded, Recording
+from lightning_perf.profilers.base import Names, Recorded, Recording
+from lightning_perf.profilers.processes import Children, Files, RecordsChildren
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -30,10 +30,11 @@ _OPTIONS = {
     "trace_python_allocators": False,
     "track_object_lifetimes": False,
 }
-_AGGREGATED = "aggregated_allocations"
-_FORMATS = ("all_allocations", _AGGREGATED)
+_FORMATS = ("all_allocations", "aggregated_allocations")
 #: Captures of child processes that are kept per window.
 _MOST_CHILDREN = 64
+#: The tracker that records.
+_recording: Any = None
 
 
 def new_tracker(path: Path, options: Mapping[str, Any]) -> Any:
@@ -50,6 +51,7 @@ def new_tracker(path: Path, options: Mapping[str, Any]) -> Any:
 
 def start(tracker: Any) -> None:
     """Start a ``memray.Tracker``; RecorderBusy if another one records, OSError on a full disk."""
+    global _recording
     # On a thread with an empty stack: memray notes the depth of the stack where it is entered, and
     # its readers cut as many frames off every stack of the main thread.
     with tools.no_collection(), ThreadPoolExecutor(1) as pool:
@@ -60,14 +62,30 @@ def start(tracker: Any) -> None:
                 raise RecorderBusy("Memray", "another memray tracker", tools.REMOVE_ONE) from error
             stop(tracker)  # memray leaves its hooks behind, with which it can never start again
             raise OSError(str(error)) from error
+    _recording = tracker
 
 
 def stop(tracker: Any) -> None:
     """Stop, which completes the file."""
+    global _recording
+    _recording = None
     tracker.__exit__(None, None, None)
 
 
-class Memray(Profiler):
+def record_child(
+    options: Mapping[str, Any], path: Path, number: int
+) -> Generator[None, None, None]:
+    """Record a child process, as `ChildRecord` says."""
+    if _recording is not None:
+        # Forked in a window: memray has detached the tracker from the parent's file.
+        stop(_recording)
+    tracker = new_tracker(path, options)
+    start(tracker)
+    yield
+    stop(tracker)
+
+
+class Memray(RecordsChildren):
     """Records every allocation of host memory in the windows of a schedule.
 
     The arguments that are not described here are those of every profiler; see ``Profiler``.
@@ -88,10 +106,10 @@ class Memray(Profiler):
         flamegraph: Whether to write a flame graph of the peak beside each file, as an HTML page
             that works offline.
         native_traces: Whether to record C and C++ frames too, which costs more.
-        follow_fork: Whether to capture child processes that are forked while a window is open, up
-            to the end of the window, each into a file of its own (``.child1.bin``). memray itself
-            continues in a child until that ends; what it records after the window is discarded.
-            Most data loader workers start outside of windows. Not with the aggregated format.
+        follow_fork: Whether to capture child processes that multiprocessing starts during the run,
+            such as data loader workers, forked or spawned, each into a file of its own
+            (``.child1.bin``). Each of them has a thread that checks fifty times per second whether
+            a window is open.
         summary: Whether to write a text beside each file, with the source lines that allocated the
             most, and to log metrics. A process of low priority makes it.
         **kwargs: Further arguments of ``memray.Tracker``: ``trace_python_allocators``,
@@ -127,18 +145,14 @@ class Memray(Profiler):
             schedule, ranks, folder=folder, filename=filename, remote_file_name=remote_file_name,
             compress=compress, **kwargs,
         )  # fmt: skip
-        form = self.options.get("file_format", _FORMATS[0])
-        name = getattr(form, "name", str(form)).lower()
-        if name not in _FORMATS:
+        form = self.options.get("file_format")
+        if form is not None and getattr(form, "name", str(form)).lower() not in _FORMATS:
             problem = f"is not one of {', '.join(_FORMATS)}"
-            raise ConfigError("file_format", form, problem, f'"{_AGGREGATED}"')
-        if flag("follow_fork", follow_fork) and name == _AGGREGATED:
-            # memray writes such a file when its process exits; those of multiprocessing skip that.
-            problem = f"does not work with file_format={_AGGREGATED!r}"
-            raise ConfigError("follow_fork", follow_fork, problem, "False")
+            raise ConfigError("file_format", form, problem, '"aggregated_allocations"')
+        self.check_supported("follow_fork", follow_fork)
         self.flamegraph = flag("flamegraph", flamegraph)
         self.native_traces = flag("native_traces", native_traces)
-        self.follow_fork, self.summary = follow_fork, flag("summary", summary)
+        self.follow_fork, self.summary = flag("follow_fork", follow_fork), flag("summary", summary)
 
     @override
     def tool_options(self) -> Mapping[str, Any]:
@@ -154,14 +168,23 @@ class Memray(Profiler):
         return {name: self.beside(suffix) for name, suffix in suffixes.items()}
 
     @override
+    def prepare(self, context: Run) -> None:
+        super().prepare(context)
+        if self.follow_fork and self._session is not None:
+            self._children = Children(partial(record_child, self._tracker_options()))
+
+    @override
     def record(self, path: Path, context: Run, warmup: int) -> Recording:
         tools.refuse_python_profiler(self)
         with tools.blaming(self.options):
             tracker = new_tracker(path, self._tracker_options())
+        if self._children is not None:
+            self._children.open(path)
         try:
             start(tracker)
         except BaseException:
             path.unlink(missing_ok=True)
+            self.shut_children()
             raise
         yield None
         stop(tracker)
@@ -173,8 +196,7 @@ class Memray(Profiler):
         super().after_batch(context, batch)
 
     def _tracker_options(self) -> dict[str, Any]:
-        fixed = {"native_traces": self.native_traces, "follow_fork": self.follow_fork}
-        options = {**fixed, **self.options}
+        options = {"native_traces": self.native_traces, **self.options}
         if isinstance(name := options.get("file_format"), str):
             from memray import FileFormat
 
@@ -188,16 +210,13 @@ class Memray(Profiler):
         if self.summary:
             log = partial(context.log_from_worker, step=context.step)
             further["summary"] = partial(_summarize, path, self._prefix(context), log)
-        writers = self._open_session.further
-        # memray's names: that of the parent's file, a dot, and the id of the process.
-        captures = sorted(path.parent.glob(f"{escape(path.name)}.*[0-9]"))
-        for capture in captures[_MOST_CHILDREN:]:
-            capture.unlink(missing_ok=True)
-        for number, capture in enumerate(captures[:_MOST_CHILDREN], 1):
-            name = f"child{number}"
+        files = self.shut_children()
+        for place, number in enumerate(files.numbers[:_MOST_CHILDREN], 1):
+            name = f"child{place}"
+            writers = self._open_session.further
             if name not in writers:
                 writers[name] = self.new_writer(context, self.beside(f".{name}.bin"))
-            further[name] = partial(_take, capture)
+            further[name] = partial(_take, files, number)
         return further
 
     def _prefix(self, context: Run) -> str:
@@ -208,14 +227,11 @@ class Memray(Profiler):
         return f"{stage}memray/" if rank == first else f"{stage}memray/rank{rank}/"
 
 
-def _take(capture: Path, target: Path) -> None:
-    """Copy what a child process has recorded: while it lives, it still writes to its file."""
-    try:
-        shutil.copyfile(capture, target)
-    except OSError:  # on a full disk a rename still works
-        capture.replace(target)
-    else:
-        capture.unlink()
+def _take(files: Files, number: int, target: Path) -> None:
+    paths = files.wait()
+    if number not in paths:
+        raise OSError("the child process ended without leaving its file")
+    shutil.move(paths[number], target)
 
 
 def _summarize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import re
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -15,13 +14,13 @@ from typing import Any
 import memray
 import pytest
 import torch
-from helpers.data_workers import Work
+from helpers.data_workers import Loading, Work
 from helpers.small import Records, Small, left_in, ours, trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 from torch.utils.data import DataLoader
 
-from lightning_perf import ConfigError, Cyclic, Every, Fixed, Memray, PerfWarning
+from lightning_perf import Cyclic, Every, Fixed, Memray, PerfWarning
 
 pytestmark = pytest.mark.slow
 
@@ -351,90 +350,41 @@ def test_ranks_have_different_keys(tmp_path: Path, mlflow_database: str) -> None
     assert names == ["rank0.2.bin", "rank0.2.txt", "rank1.2.bin", "rank1.2.txt"]
 
 
-class Loading(Hungry):
-    """Has two workers, which load all batches of an epoch."""
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Work(), 4, num_workers=2, multiprocessing_context="fork")
-
-
-def loads(capture: Path) -> int:
-    """The number of the samples that the process of a capture has loaded."""
-    with memray.FileReader(capture) as reader:
-        return sum(
-            record.size > 10_000_000 and record.stack_trace()[0][0] == "work"
-            for record in reader.get_allocation_records()
-        )
-
-
-@pytest.mark.parametrize("compress", [False, True])
-def test_workers_that_start_in_a_window_are_captured(tmp_path: Path, compress: bool) -> None:
-    """Those of the second epoch leave a file of the window each, and nothing else is left."""
-    profiler = Capture(schedule=Fixed(19, 3), follow_fork=True, compress=compress)
-    options = {"max_epochs": 2, "logger": Records()}
-    trainer(tmp_path, profiler, **options).fit(Loading())
+def test_data_loader_workers_are_captured_in_each_window(tmp_path: Path) -> None:
+    """Each worker leaves one capture per window."""
+    schedule = Cyclic(wait=2, warmup=0, active=5, repeat=2)
+    profiler = Capture(schedule=schedule, follow_fork=True)
+    trainer(tmp_path, profiler, logger=Records()).fit(Loading("fork"))
+    assert files(tmp_path) == [
+        f"rank0.{batch}{child}.bin" for batch in (14, 7) for child in ("", ".child1", ".child2")
+    ]
     folder = tmp_path / "records-version_0" / "memray"
-    children = [folder / f"rank0.22.child{number}.bin" for number in (1, 2)]
-    parent = folder / ("rank0.22.bin.gz" if compress else "rank0.22.bin")
-    assert sorted(folder.iterdir()) == sorted([*children, parent])
     pids = set()
-    for path in children:
-        assert loads(path) >= 4
+    for path in folder.glob("*.child*"):
         with memray.FileReader(path) as reader:
             pids.add(reader.metadata.pid)
-    assert len(pids - {os.getpid()}) == 2
+            records = list(reader.get_allocation_records())
+        assert any(record.size > 10_000_000 for record in records)
+    assert len(pids) == 2
 
 
-def test_a_worker_outside_of_windows_is_not_captured(tmp_path: Path) -> None:
-    """Those of the first epoch start before any window, and may not be captured later."""
-    found = fit(tmp_path, Capture(schedule="first 3ba", follow_fork=True), model=Loading())
-    assert found == ["rank0.3.bin"]
+def test_a_worker_started_in_a_window_is_captured(tmp_path: Path) -> None:
+    """Workers of the second epoch start within a window and leave captures."""
 
+    class Renewed(Loading):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Work(), 4, num_workers=2, multiprocessing_context="fork")
 
-@pytest.mark.parametrize("kill", [False, True])
-def test_a_child_that_ends_in_the_window_is_captured(tmp_path: Path, kill: bool) -> None:
-    """Also if it is killed."""
-
-    class Forking(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if (pid := os.fork()) == 0:
-                Work().work(1)
-                if kill:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                os._exit(0)
-            os.waitpid(pid, 0)
-            return super().training_step(batch, batch_idx)
-
-    found = fit(tmp_path, Capture(schedule="first 3ba", follow_fork=True), model=Forking())
-    children = [f"rank0.3.child{number}.bin" for number in (1, 2, 3)]
-    assert found == ["rank0.3.bin", *children]
-    assert [loads(tmp_path / "records-version_0" / "memray" / name) for name in children] == [1] * 3
-
-
-def test_the_number_of_captured_children_is_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files of further ones are deleted."""
-
-    class Forking(Small):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if (pid := os.fork()) == 0:
-                os._exit(0)
-            os.waitpid(pid, 0)
-            return super().training_step(batch, batch_idx)
-
-    monkeypatch.setattr("lightning_perf.profilers.memray._MOST_CHILDREN", 2)
-    fit(tmp_path, Capture(schedule="first 4ba", follow_fork=True), model=Forking())
+    profiler = Capture(schedule=Fixed(19, 3), follow_fork=True)
+    options = {"max_epochs": 2, "logger": Records()}
+    trainer(tmp_path, profiler, **options).fit(Renewed("fork"))
     folder = tmp_path / "records-version_0" / "memray"
-    names = ["rank0.4.bin", "rank0.4.child1.bin", "rank0.4.child2.bin"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-
-
-def test_children_need_the_full_format() -> None:
-    """memray writes aggregated files when a process exits, which a worker skips."""
-    for form in ("aggregated_allocations", memray.FileFormat.AGGREGATED_ALLOCATIONS):
-        with pytest.raises(ConfigError, match="follow_fork=True does not work with file_format"):
-            Memray(follow_fork=True, file_format=form)
+    assert "rank0.22.bin" in files(tmp_path)
+    captures = list(folder.glob("*.child*"))
+    assert len(captures) >= 2
+    for capture in [*captures, folder / "rank0.22.bin"]:
+        with memray.FileReader(capture) as reader:
+            assert list(reader.get_allocation_records())
 
 
 def test_writers_for_children_are_made_on_demand(tmp_path: Path) -> None:
