@@ -4,6 +4,7 @@
 
 - ``memory CAPTURE TEXT`` writes a summary of a memray capture and prints its metrics.
 - ``flamegraph CAPTURE PAGE`` is memray's own.
+- ``merge TRACE CHILD...`` adds VizTracer's traces of child processes to that of their parent.
 - ``timeline POINTS PAGE DEVICE`` draws memory over time, of what torch.profiler exports.
 - ``history SNAPSHOT PAGE`` draws a snapshot of CUDA memory.
 """
@@ -326,15 +327,36 @@ def _number(name: str, value: int) -> str:
     return f"{value:,}" if name == "total_allocations" else f"{bytes_text(value)} ({value:,} bytes)"
 
 
-# -- the command ---------------------------------------------------------------------------------
+# -- traces, and the command ---------------------------------------------------------------------
 
 
-def _main(command: str, first: str, target: str, *device: str) -> None:
+def merge(target: Path, others: Sequence[Path]) -> None:
+    """Add events of other traces of this machine, within the time span of the first one."""
+    whole = json.loads(target.read_bytes())
+    calls = [event for event in whole["traceEvents"] if event["ph"] == "X"]
+    first = min((call["ts"] for call in calls), default=0.0)
+    last = max((call["ts"] + call["dur"] for call in calls), default=0.0)
+    for other in others:
+        part = json.loads(other.read_bytes())
+        whole["traceEvents"] += (
+            event
+            for event in part["traceEvents"]
+            if event["ph"] == "M" or first <= event["ts"] + event.get("dur", 0.0) <= last
+        )
+        if part["viztracer_metadata"].get("overflow"):
+            whole["viztracer_metadata"]["overflow"] = True
+    write_text(target, json.dumps(whole))
+
+
+def _main(command: str, first: str, target: str, *others: str) -> None:
     if hasattr(os, "nice"):
         os.nice(10)  # training comes first
     tokenize.open = _open_source  # linecache reads with it
     source = Path(first)
     match command:
+        case "merge":
+            merge(source, [*map(Path, (target, *others))])
+            return
         case "flamegraph":
             from memray.commands import main
 
@@ -343,7 +365,7 @@ def _main(command: str, first: str, target: str, *device: str) -> None:
             text, numbers = summarize(source)
             sys.stdout.write(json.dumps(numbers))
         case "timeline":
-            text = memory_page(of_points(*json.loads(source.read_bytes())), *device)
+            text = memory_page(of_points(*json.loads(source.read_bytes())), *others)
         case _:
             text = history(pickle.loads(source.read_bytes()))  # noqa: S301  our own of just now
     write_text(Path(target), text)

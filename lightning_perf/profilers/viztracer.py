@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -14,35 +15,38 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_perf.checks import flag, needs, whole
-from lightning_perf.errors import ConfigError
 from lightning_perf.profilers import tools
-from lightning_perf.profilers.base import Profiler, Recorded, Recording
+from lightning_perf.profilers.base import Recorded, Recording
+from lightning_perf.profilers.processes import Children, Files, RecordsChildren
 from lightning_perf.schedule import Schedule
 
 if TYPE_CHECKING:
     from lightning_perf.run.run import Run
 
+#: Process ids in traces: rank 0 is 1, its first child 10001.
+_CHILDREN = 10_000
 #: VizTracer allocates all entries when it starts.
 _MOST_ENTRIES = 10**9
 
 
-def ready_tracer(rank: int, entries: int, options: Mapping[str, Any]) -> Any:
+def ready_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int = 0) -> Any:
     """A VizTracer that is ready to start.
 
     All windows of a process share one tracer per buffer size (``entries``): each new tracer takes a
-    pthread key and never frees it, and a process has only 1,024.
+    pthread key and never frees it, and a process has only 1,024. ``child`` is the number of this
+    child process, or 0 in a rank's own process.
     """
     tracer = _tracer(os.getpid(), entries)
+    name = f"rank {rank} {multiprocessing.current_process().name}" if child else f"rank {rank}"
     # Only with log_torch, VizTracer would read the files of all functions, on this thread.
     options = {"file_info": False, **options}
     with _unhooked():
         tracer.__init__(
-            entries, process_name=f"rank {rank}", dump_raw=True, register_global=False, verbose=0,
-            **options,
-        )  # fmt: skip
+            entries, process_name=name, dump_raw=True, register_global=False, verbose=0, **options
+        )
     tracer.clear()
     # Process ids of several nodes may coincide, and VizTracer ignores 0.
-    tracer.setpid(rank + 1)
+    tracer.setpid((rank + 1) * _CHILDREN + child % _CHILDREN if child else rank + 1)
     return tracer
 
 
@@ -100,6 +104,21 @@ def stop(tracer: Any, path: Path) -> None:
     raw.replace(path)
 
 
+def record_child(
+    rank: int, entries: int, options: Mapping[str, Any], path: Path, number: int
+) -> Generator[None, None, None]:
+    """Record a child process, as `ChildRecord` says."""
+    if tools.has_python_profiler():
+        return
+    tracer = ready_tracer(rank, entries, options, number)
+    start(tracer)
+    yield
+    stop(tracer, path)
+    yield
+    if sys.getprofile() is tracer:  # each thread has its own hook
+        sys.setprofile(None)
+
+
 @contextmanager
 def _unhooked() -> Iterator[None]:
     """Release the hook for Python calls if VizTracer fails after it took it."""
@@ -118,7 +137,7 @@ _OURS = {
 }  # fmt: skip
 
 
-class VizTracer(Profiler):
+class VizTracer(RecordsChildren):
     """Records the time of every Python call, for Perfetto or ``vizviewer``.
 
     The arguments that are not described here are those of every profiler; see ``Profiler``. Traces
@@ -127,8 +146,10 @@ class VizTracer(Profiler):
     Args:
         compress: Whether the trace is gzipped.
         tracer_entries: Maximum number of calls per process and file; the last ones are kept.
-        patch: Only False: child processes, such as data loader workers, are not recorded. Use
-            ``num_workers=0``, which loads the data in the process that is recorded.
+        patch: Whether to record child processes that multiprocessing starts during the run, such
+            as data loader workers, in the same file. Each of them has a thread that checks fifty
+            times per second whether a window is open. Programs that ``subprocess`` starts are not
+            recorded.
         **kwargs: Further arguments of ``viztracer.VizTracer``, such as ``log_torch`` or
             ``ignore_c_function``.
 
@@ -159,16 +180,9 @@ class VizTracer(Profiler):
             schedule, ranks, folder=folder, filename=filename, remote_file_name=remote_file_name,
             compress=compress, **kwargs,
         )  # fmt: skip
+        self.check_supported("patch", patch)
         self.tracer_entries = whole("tracer_entries", tracer_entries, 1, "500000", _MOST_ENTRIES)
         self.patch = flag("patch", patch)
-        if patch:
-            # VizTracer's hooks for child processes cannot be removed, and its children record until
-            # they end, not until the window does.
-            problem = (
-                "is not supported: only this process is recorded. Use DataLoader(num_workers=0), "
-                "which loads the data here, or `py-spy record --subprocesses`"
-            )
-            raise ConfigError("patch", patch, problem, "False")
 
     @override
     def tool_options(self) -> Mapping[str, Any]:
@@ -178,13 +192,40 @@ class VizTracer(Profiler):
         return tools.defaults(Tracer, _OURS)
 
     @override
+    def prepare(self, context: Run) -> None:
+        super().prepare(context)
+        if self.patch and self._session is not None:
+            options = {key: value for key, value in self.options.items() if _is_plain(value)}
+            options.pop("log_torch", None)
+            rank = context.ranks.global_rank
+            self._children = Children(partial(record_child, rank, self.tracer_entries, options))
+
+    @override
     def record(self, path: Path, context: Run, warmup: int) -> Recording:
         tools.refuse_python_profiler(self)
         if self.options.get("log_torch"):
             tools.refuse_torch_profiler(self, context)
         with tools.blaming(self.options):
             tracer = ready_tracer(context.ranks.global_rank, self.tracer_entries, self.options)
-        start(tracer)
-        yield None
+        if self._children is not None:
+            self._children.open(path)
+        try:
+            start(tracer)
+            yield None
+        finally:
+            children = self.shut_children()
         stop(tracer, path)
-        return Recorded(partial(tools.check_whole, path))
+        return Recorded(partial(_finish, path, children))
+
+
+def _finish(path: Path, children: Files) -> None:
+    """Add the traces of child processes, and check the file."""
+    if files := children.wait().values():
+        tools.run_program("merge", path, *files)
+    tools.check_whole(path)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an option can be sent to a spawned process."""
+    parts = value if isinstance(value, list) else [value]
+    return all(isinstance(part, bool | int | float | str) for part in parts)

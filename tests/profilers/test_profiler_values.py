@@ -175,7 +175,7 @@ def both(profiler: Any) -> list[Any]:
     "make",
     [
         lambda: PyTorch(schedule="every 2ba"),
-        lambda: VizTracer(schedule="every 2ba"),
+        lambda: VizTracer(schedule="every 2ba", patch=True),
         lambda: Memray(schedule="every 2ba", follow_fork=True),
         lambda: MemorySnapshot(schedule="every 2ba"),
     ],
@@ -251,7 +251,7 @@ def test_training_is_bitwise_identical(tmp_path: Path, make: Any) -> None:
     ("kind", "own", "tool"),
     [
         (Memray, {"flamegraph": True, "follow_fork": True}, {"trace_python_allocators": True}),
-        (VizTracer, {"tracer_entries": 1000}, {"ignore_c_function": True}),
+        (VizTracer, {"patch": True}, {"ignore_c_function": True}),
     ],
 )
 def test_yaml(tmp_path: Path, kind: Any, own: dict[str, Any], tool: dict[str, Any]) -> None:

@@ -6,21 +6,24 @@ import cProfile
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.data_workers import Work
+from helpers.data_workers import Loading, Work
 from helpers.recordings import theirs_in
 from helpers.small import Records, Small, left_in, ours, trainer
 from torch.utils.data import DataLoader
 
 from lightning_perf import (
     Always,
-    ConfigError,
+    Cyclic,
     Fixed,
     PerfWarning,
     VizTracer,
@@ -124,10 +127,48 @@ assert "psutil" in sys.modules
     assert "Sampler.subscribe" in path.read_text()
 
 
-def test_recording_child_processes_is_refused() -> None:
-    """patch=True says what to use instead."""
-    with pytest.raises(ConfigError, match=r"num_workers=0.*py-spy.*patch=False"):
-        VizTracer(patch=True)
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers_are_in_the_trace_of_each_window(tmp_path: Path, context: str) -> None:
+    """patch=True records workers that were started before the window, only while it is open."""
+    start = BaseProcess.start
+    profiler = VizTracer(schedule=Cyclic(wait=2, warmup=0, active=5, repeat=2), patch=True)
+    model = Loading(context)
+    found = fit(tmp_path, profiler, model=model)
+    assert list(found) == ["rank0.14.json.gz", "rank0.7.json.gz"]
+    for events in found.values():
+        assert calls(events, "Loading.training_step") == 5
+        by = Counter(e["pid"] for e in events if e["name"].startswith("Work.work"))
+        assert set(by) == {10001, 10002}
+        # Five batches are fetched in the window, so that at most five are requested, in addition to
+        # those already requested.
+        assert 8 <= by.total() <= 4 * (5 + 4)
+        ours = [e["ts"] for e in events if e["pid"] == 1 and "ts" in e]
+        theirs = [e["ts"] for e in events if e["pid"] > 1 and "ts" in e]
+        # In microseconds; a worker may start before the parent does.
+        assert min(ours) - 1e5 < min(theirs) <= max(theirs) < max(ours) + 1e5
+        names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+        assert sorted(names)[0] == "rank 0"
+        assert all(re.fullmatch(r"rank 0 \w+-\d+", name) for name in sorted(names)[1:])
+    assert BaseProcess.start is start
+    assert len(model.losses) == 20
+
+
+def test_recording_workers_does_not_change_training(tmp_path: Path) -> None:
+    """Losses are the same with and without patch=True."""
+    losses = []
+    for folder, profiler in (
+        ("on", VizTracer(schedule="every 6ba for 3ba", patch=True)),
+        ("", None),
+    ):
+        model = Loading("fork")
+        model.profilers = [profiler] if profiler is not None else []
+        torch.manual_seed(1)
+        model.net.load_state_dict(
+            {k: torch.ones_like(v) for k, v in model.net.state_dict().items()}
+        )
+        fit(tmp_path / folder, *model.profilers, model=model)
+        losses.append(model.losses)
+    assert losses[0] == losses[1]
 
 
 def test_a_process_forked_in_a_window_does_not_record(tmp_path: Path) -> None:
