@@ -354,7 +354,8 @@ def _pages(bench: Bench, number: int, what: str) -> Iterator[Row]:
     found = [*folder.rglob("memory_snapshots/*")]
     names = ", ".join(sorted(path.name for path in found))
     yield Row(f"{what}: {number} files", len(found) == number, note=names)
-    texts = [path.read_text() for path in found if path.suffix in (".html", ".svg")]
+    ours = [path for path in found if not path.name.endswith(("plot.html", ".pickle"))]
+    texts = [path.read_text() for path in ours]
     offline = bool(texts) and not any(map(loaded_from_elsewhere, texts))
     yield Row(f"{what}: pages open without a network", offline)
 

@@ -14,8 +14,7 @@ from hashlib import sha256
 from importlib.resources import files
 from itertools import groupby
 from math import ceil, floor, log10
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
 if TYPE_CHECKING:
@@ -172,11 +171,6 @@ class Links:
 
     files: Sequence[tuple[str, str]]
 
-    @property
-    def addresses(self) -> list[tuple[str, str]]:
-        """Names and addresses, which no name of a file can lead elsewhere."""
-        return [(name, f"./{quote(path)}") for name, path in self.files]
-
 
 # -- flame graphs: in a page, or as files that any browser opens without a network ----------------
 
@@ -230,31 +224,29 @@ class FlameGraph:
             script=_asset("flame.js"),
         )
 
-    def _boxes(self) -> Iterator[_Box]:
-        """The frames that are large enough to see, callers first."""
+    def _boxes(self) -> Iterator[dict[str, Any]]:
+        """The frames that are large enough to see, callers first.
+
+        The left edge and the share of a frame are shares of the picture's width.
+        """
         whole = max(self.root.value, 1)
         waiting = [("all", self.root, 0, 0.0)]
         while waiting:
             name, node, depth, left = waiting.pop()
-            hue = crc32(name.encode(errors="replace")) % 55
-            yield _Box(name, self.text(node.value), depth, left, node.value / whole, hue)
+            yield {
+                "name": name,
+                "value": self.text(node.value),
+                "depth": depth,
+                "left": left,
+                "share": node.value / whole,
+                "hue": crc32(name.encode(errors="replace")) % 55,
+            }
             calls = sorted(node.calls.items(), key=lambda item: (-item[1].value, item[0]))
             for called, frame in calls:
                 share = frame.value / whole
                 if share >= _SMALLEST_SHARE:
                     waiting.append((called, frame, depth + 1, left))
                 left += share
-
-
-class _Box(NamedTuple):
-    """A frame of a picture; its left edge and its width are shares of the picture's."""
-
-    name: str
-    value: str
-    depth: int
-    left: float
-    share: float
-    hue: int
 
 
 # -- pages ----------------------------------------------------------------------------------------

@@ -90,10 +90,7 @@ class OpenRecording:
         RecorderBusy: Another recording is in progress.
     """
 
-    #: The kind of profiler, for messages.
-    kind: str
-    #: Closes the recording, if it ends here, because another profiler starts.
-    give_way: Callable[[Run, int], None]
+    profiler: Profiler
     recording: Recording
     path: Path
     stage: str
@@ -109,8 +106,8 @@ class OpenRecording:
 
     def __post_init__(self) -> None:
         if (current := OpenRecording.current) is not None:
-            same = current.kind == self.kind
-            raise RecorderBusy(self.kind, f"another {current.kind}" if same else current.kind)
+            own, other = (type(each.profiler).__name__ for each in (self, current))
+            raise RecorderBusy(own, f"another {other}" if other == own else other)
         OpenRecording.current = self
         OpenRecording.opened += 1
         try:
@@ -260,11 +257,8 @@ class Profiler(PerfCallback):
         if remote_file_name is not None:
             remote_format(remote_file_name)
         check_store(remote_file_name)
-        if type(num_traces_to_keep) is not int or num_traces_to_keep < -1:
-            problem = "must be -1 or a number of files"
-            raise ConfigError("num_traces_to_keep", num_traces_to_keep, problem, "5")
         self.overwrite, self.compress = flag("overwrite", overwrite), flag("compress", compress)
-        self.num_traces_to_keep = num_traces_to_keep
+        self.num_traces_to_keep = whole("num_traces_to_keep", num_traces_to_keep, -1, "5")
         self.batches_per_trace = whole("batches_per_trace", batches_per_trace, 1, "20")
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -296,13 +290,6 @@ class Profiler(PerfCallback):
     def tool_options(self) -> Mapping[str, Any]:
         """The arguments of the tool that the constructor passes on, with their defaults."""
         return {}
-
-    @property
-    def own_file(self) -> Names:
-        """The names of a recording."""
-        names = self.filename, self.remote_file_name
-        # A file must be what its name says.
-        return Names(*names, self.compress or any(n and n.endswith(".gz") for n in names))
 
     @property
     def further_files(self) -> Mapping[str, Names]:
@@ -352,7 +339,10 @@ class Profiler(PerfCallback):
         further = {
             key: self.new_writer(context, names) for key, names in self.further_files.items()
         }
-        writer = self.new_writer(context, self.own_file)
+        names = self.filename, self.remote_file_name
+        # A file must be what its name says.
+        compress = self.compress or any(name and name.endswith(".gz") for name in names)
+        writer = self.new_writer(context, Names(*names, compress))
         self._session = Session(writer, further)
         if earlier is not None:
             writer.follow(earlier.writer)
@@ -468,14 +458,12 @@ class Profiler(PerfCallback):
         session, stage = self._open_session, context.stage
         session.opened = session.opened or not warmup
         if (other := OpenRecording.current) is not None:
-            other.give_way(context, warmup)
+            other.profiler.give_way(context, warmup)
         with context.exclude_from_batch_time():
             try:
                 path = session.writer.spool(stage)
                 recording = self.record(path, context, warmup)
-                session.recording = OpenRecording(
-                    type(self).__name__, self.give_way, recording, path, stage, window, warmup
-                )
+                session.recording = OpenRecording(self, recording, path, stage, window, warmup)
             except (RecorderBusy, OSError) as error:
                 # A window that finds no time to warm up opens without.
                 if not (warmup and isinstance(error, RecorderBusy)):

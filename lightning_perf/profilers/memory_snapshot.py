@@ -54,13 +54,14 @@ class MemorySnapshot(Profiler):
     out-of-memory error that ends the run closes the open window, so that the file
     has the history of the error. Without an open window, a snapshot of that moment is saved; use
     the schedule ``"always"`` to have the history, too. Either way there are five files: the pickle,
-    its page, a plot of the allocator's segments, and flame graphs of all memory and of each
+    its page, PyTorch's plot of the allocator's segments, and flame graphs of all memory and of each
     segment. Without CUDA there is one warning and nothing is recorded.
 
     Args:
         compress: Whether the pickle is gzipped; viewers read it after ``gunzip``.
         html: Whether to write a page beside each pickle: memory over time by source line, and a
-            flame graph of the peak. Pages and flame graphs work offline.
+            flame graph of the peak. It works offline, as the flame graphs do. PyTorch's segment
+            plot, the other page, loads a script from the web.
         max_entries: Maximum number of allocations and frees per window; the last ones are kept.
 
     Raises:
@@ -170,13 +171,19 @@ def _warn_once() -> None:
     warn("MemorySnapshot records nothing: there is no CUDA device here.")
 
 
-def _flames(title: str, stacks_of: Callable[..., str], source: Path, picture: Path) -> None:
+def _draw(picture_of: Callable[[Any], str], source: Path, target: Path) -> None:
+    """Write a picture of a snapshot."""
+    snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
+    write_text(target, picture_of(snapshot))
+
+
+def _flames(title: str, stacks_of: Callable[..., str], snapshot: Any) -> str:
+    """A flame graph, without the script that PyTorch's own downloads."""
+
     def draw(folded: str) -> str:
         return FlameGraph(fold(read_folded(folded)), title, bytes_text).svg(alone=True)
 
-    snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
-    # PyTorch's own page downloads a script.
-    write_text(picture, stacks_of(snapshot, format_flamegraph=draw))
+    return stacks_of(snapshot, format_flamegraph=draw)
 
 
 _segments = partial(_flames, "Contents of each segment", _memory_viz.segments)
@@ -184,7 +191,7 @@ _memory = partial(_flames, "Memory in use", _memory_viz.memory)
 #: Files made from a snapshot; all except the page only after an out-of-memory error.
 _FURTHER: Mapping[str, tuple[str, Callable[[Path, Path], object]]] = {
     "page": (".html", partial(run_program, "history")),
-    "segment_plot": ("_segment_plot.html", partial(run_program, "segments")),
-    "segment_flamegraph": ("_segment_flamegraph.svg", _segments),
-    "memory_flamegraph": ("_memory_flamegraph.svg", _memory),
+    "segment_plot": ("_segment_plot.html", partial(_draw, _memory_viz.segment_plot)),
+    "segment_flamegraph": ("_segment_flamegraph.svg", partial(_draw, _segments)),
+    "memory_flamegraph": ("_memory_flamegraph.svg", partial(_draw, _memory)),
 }

@@ -5,9 +5,8 @@
 - ``memory CAPTURE TEXT`` writes a summary of a memray capture and prints its metrics.
 - ``flamegraph CAPTURE PAGE`` is memray's own.
 - ``merge TRACE CHILD...`` adds VizTracer's traces of child processes to that of their parent.
-- ``operators TRACE TEXT`` writes a table of the operators in a trace of torch.profiler.
 - ``timeline POINTS PAGE DEVICE`` draws memory over time, of what torch.profiler exports.
-- ``history|segments SNAPSHOT PAGE`` draws a snapshot of CUDA memory.
+- ``history SNAPSHOT PAGE`` draws a snapshot of CUDA memory.
 """
 
 from __future__ import annotations
@@ -31,18 +30,16 @@ from lightning_perf.charts import (
     OTHER,
     PALETTE,
     Areas,
-    Bar,
     FlameGraph,
     Heading,
     Layer,
     Part,
-    Table,
     fold,
     page,
     ticks,
 )
 from lightning_perf.files import write_text
-from lightning_perf.units import bytes_text, bytes_unit, counted, duration, time_unit
+from lightning_perf.units import bytes_text, bytes_unit, duration, time_unit
 
 # -- memory over time ----------------------------------------------------------------------------
 
@@ -145,11 +142,8 @@ _Change: TypeAlias = tuple[int, int, "Frames | None"]
 _LAYERS = 6
 _OTHER_LINES, _BEFORE = "other lines", "allocated before the recording"
 _IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")
-_BLOCKS = dict.fromkeys(_IN_USE, COLOURS["to_device"]) | {"active_allocated": COLOURS["backward"]}
 #: Frames of these are not the user's code.
 _LIBRARIES = ("/torch/", "/lightning/", "/pytorch_lightning/", "/lightning_fabric/")
-#: Only the largest segments are drawn.
-_MOST_SEGMENTS = 500
 
 
 def history(snapshot: Snapshot) -> str:
@@ -167,7 +161,8 @@ def _device_history(
     number: int, events: list[dict[str, Any]], segments: list[Any]
 ) -> Iterator[Part]:
     here = (each for each in segments if each.get("device", 0) == number)
-    memory, stacks = of_history(events, (b for each in here for b in each["blocks"] if _in_use(b)))
+    blocks = (block for each in here for block in each["blocks"] if block["state"] in _IN_USE)
+    memory, stacks = of_history(events, blocks)
     yield Heading(f"Device {number}")
     for event in events:
         if event["action"] == "oom":
@@ -176,23 +171,6 @@ def _device_history(
             yield f"An allocation of {size} failed; the device had {free} free."
     yield memory_areas(memory)
     yield FlameGraph(fold(stacks), "Allocated at the peak", bytes_text)
-
-
-def segments(snapshot: Snapshot) -> str:
-    """A page about the blocks in each segment that the allocator took from the device."""
-    found = sorted(snapshot["segments"], key=lambda each: -each["total_size"])
-    used = sum(_in_use(block) for segment in found for block in segment["blocks"])
-    total = sum(segment["total_size"] for segment in found)
-    shown = f" Shown: the largest {_MOST_SEGMENTS}." if len(found) > _MOST_SEGMENTS else ""
-    count = counted(len(found), "segment")
-    summary = f"{count} of {bytes_text(total)}, {bytes_text(used)} in use.{shown}"
-    legend = (
-        "Blue: allocated. Yellow: waits for a stream. Grey: free. A bar is as long as its segment, "
-        "relative to the largest one."
-    )
-    rows = [_segment_row(segment, found[0]["total_size"]) for segment in found[:_MOST_SEGMENTS]]
-    table = Table(("device, stream, address", "size", "in use", "blocks"), rows)
-    return page("Segments of the allocator", [summary, legend, table])
 
 
 def of_history(
@@ -245,21 +223,6 @@ def _changes(
             changes.append((time, -event["size"], frames))
     before += sum(block["size"] for block in in_use if block["address"] not in live)
     return changes, before
-
-
-def _in_use(block: dict[str, Any]) -> int:
-    return int(block["size"]) if block["state"] in _IN_USE else 0
-
-
-def _segment_row(segment: dict[str, Any], largest: int) -> tuple[str, str, str, Bar]:
-    parts = []
-    for block in segment["blocks"]:
-        stack = " < ".join(reversed(_stack(block.get("frames")))) or "no stack was recorded"
-        title = f"{bytes_text(block['size'])}, {block['state']}: {stack}"
-        parts.append((block["size"] / largest, _BLOCKS.get(block["state"], COLOURS[OTHER]), title))
-    used = sum(map(_in_use, segment["blocks"])) / (segment["total_size"] or 1)
-    name = f"{segment.get('device', 0)}, {segment['stream']}, {segment['address']:#x}"
-    return name, bytes_text(segment["total_size"]), f"{used:.0%}", Bar(parts)
 
 
 def _stack(frames: Frames | None) -> tuple[str, ...]:
@@ -385,33 +348,27 @@ def merge(target: Path, others: Sequence[Path]) -> None:
     write_text(target, json.dumps(whole))
 
 
-def _main(command: str, first: str, *others: str) -> None:
+def _main(command: str, first: str, target: str, *others: str) -> None:
     if hasattr(os, "nice"):
         os.nice(10)  # training comes first
     tokenize.open = _open_source  # linecache reads with it
     source = Path(first)
-    if command == "merge":
-        merge(source, [*map(Path, others)])
-    elif command == "flamegraph":
-        from memray.commands import main
-
-        sys.exit(main([command, "--no-web", "--force", "--output", *others, first]))
-    else:
-        target, *device = others
-        write_text(Path(target), _text(command, source, *device))
-
-
-def _text(command: str, source: Path, device: str = "") -> str:
     match command:
+        case "merge":
+            merge(source, [*map(Path, (target, *others))])
+            return
+        case "flamegraph":
+            from memray.commands import main
+
+            sys.exit(main([command, "--no-web", "--force", "--output", target, first]))
         case "memory":
             text, numbers = summarize(source)
             sys.stdout.write(json.dumps(numbers))
-            return text
         case "timeline":
-            return memory_page(of_points(*json.loads(source.read_bytes())), device)
+            text = memory_page(of_points(*json.loads(source.read_bytes())), *others)
         case _:
-            snapshot = pickle.loads(source.read_bytes())  # noqa: S301  our own file of just now
-            return history(snapshot) if command == "history" else segments(snapshot)
+            text = history(pickle.loads(source.read_bytes()))  # noqa: S301  our own of just now
+    write_text(Path(target), text)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _CHILDREN = 10_000
 #: VizTracer allocates all entries when it starts.
 _MOST_ENTRIES = 10**9
-#: The tracer that records.
-_recording: Any = None
 
 
 def ready_tracer(rank: int, entries: int, options: Mapping[str, Any], child: int = 0) -> Any:
@@ -67,20 +65,20 @@ def _tracer(pid: int, entries: int) -> Any:
 
     # Can be initialized again, with other options.
     kind: Any = type("Reusable", (Tracer, Once), {})
-    return kind.__new__(kind, entries)
+    tracer = kind.__new__(kind, entries)
+    if hasattr(os, "register_at_fork"):  # processes forked in a window do not continue with it
+        os.register_at_fork(after_in_child=tracer.stop)
+    return tracer
 
 
 def start(tracer: Any) -> None:
-    """Start a tracer; processes forked meanwhile do not continue with it."""
-    global _recording
-    _recording = tracer
+    """Start a tracer."""
     try:
         with _unhooked():
             if sys.version_info < (3, 12):  # newer versions trace all threads anyway
                 threading.setprofile(tracer.threadtracefunc)
             tracer.start()
     except BaseException:
-        _recording = None
         with suppress(Exception):
             tracer.stop()
         raise
@@ -88,8 +86,6 @@ def start(tracer: Any) -> None:
 
 def stop(tracer: Any, path: Path) -> None:
     """Stop, and save to a file with any suffix."""
-    global _recording
-    _recording = None
     tracer.stop()
     # Otherwise later threads would still call it.
     if getattr(threading.getprofile(), "__self__", None) is tracer:
@@ -132,17 +128,6 @@ def _unhooked() -> Iterator[None]:
         sys.setprofile(None)
         threading.setprofile(None)
         raise
-
-
-def _forget() -> None:
-    global _recording
-    if _recording is not None:
-        _recording.stop()
-        _recording = None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
 
 
 #: Arguments of VizTracer that this package sets, and sparse tracing, which needs changed code.
