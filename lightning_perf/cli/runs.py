@@ -520,7 +520,7 @@ def _cells(change: Change, step: float) -> tuple[str, ...]:
     text: Callable[[float], str] = duration
     name, whole = f"  {change.name}", step
     if change.kind == "step":
-        name = f"time per {change.name}"
+        name, whole = f"time per {change.name}", change.before
     elif change.kind == "rate":
         name, whole = RATES[change.name][0], change.before
         text = _share if change.name == "mfu" else three_digits

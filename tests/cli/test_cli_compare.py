@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,21 @@ def test_throughput_and_mfu_are_compared(
     assert float(mfu.removesuffix("%")) > 0  # also of a model whose MFU is a millionth
     assert "Note: precision differs: 32-true before, bf16-mixed now." in lines
     assert "Note: peak_flops differs: 1 TFLOP/s before, 1.5 TFLOP/s now." in lines
+
+
+def test_times_per_sample_change_by_shares_of_themselves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If batch sizes differ, the row has the change of the headline, not a share of a batch."""
+    monkeypatch.setenv("COLUMNS", "200")
+    for size in (1, 2):
+        callbacks = [Timings(), SpeedMonitor(window_size=4)]
+        model = Small(batch_size=size)
+        trainer(tmp_path / str(size), *callbacks, log_every_n_steps=8, max_epochs=4).fit(model)
+    _, lines, _ = compare(capsys, str(tmp_path / "2"), str(tmp_path / "1"))
+    (row,) = (line for line in lines if line.startswith("time per sample"))
+    change, interval = re.search(r"per sample, (\S+) \((.+)\)", lines[0]).groups()
+    assert row.endswith(f" {change} {interval}")
 
 
 def test_short_runs_have_no_verdict(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:
