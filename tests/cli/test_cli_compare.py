@@ -133,11 +133,17 @@ def test_times_per_sample_change_by_shares_of_themselves(
 ) -> None:
     """If batch sizes differ, the row has the change of the headline, not a share of a batch."""
     monkeypatch.setenv("COLUMNS", "200")
-    for size in (1, 2):
+
+    class Sleeps(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            time.sleep(0.004 + 0.002 * self.batch_size)  # longer per batch, shorter per sample
+            return super().training_step(batch, batch_idx)
+
+    for size in (1, 4):
         callbacks = [Timings(), SpeedMonitor(window_size=4)]
-        model = Small(batch_size=size)
-        trainer(tmp_path / str(size), *callbacks, log_every_n_steps=8, max_epochs=4).fit(model)
-    _, lines, _ = compare(capsys, str(tmp_path / "2"), str(tmp_path / "1"))
+        options = {"log_every_n_steps": 8, "max_epochs": 4}
+        trainer(tmp_path / str(size), *callbacks, **options).fit(Sleeps(batch_size=size))
+    _, lines, _ = compare(capsys, str(tmp_path / "4"), str(tmp_path / "1"))
     (row,) = (line for line in lines if line.startswith("time per sample"))
     change, interval = re.search(r"per sample, (\S+) \((.+)\)", lines[0]).groups()
     assert row.endswith(f" {change} {interval}")
