@@ -312,20 +312,20 @@ def limits_of(trainer: Trainer, owners: Iterable[object] = (), sharing: int = 1)
         max_seconds(trainer),
         _positive(trainer.num_training_batches),
         samples * sharing // trainer.world_size if samples else None,
-        *_accumulation(trainer),
+        _batches_per_step(trainer),
     )
 
 
-def _accumulation(trainer: Trainer) -> tuple[int, list[tuple[int, int]] | None]:
-    """Return the batches per optimizer step now, and what a callback changes them to, by epoch."""
+def _batches_per_step(trainer: Trainer) -> int:
+    """Return the batches per optimizer step of this epoch."""
     for each in getattr(trainer, "callbacks", ()):
         if type(each).__name__ == "GradientAccumulationScheduler":
             # Its hook, which sets the Trainer's number, may run after ours.
-            steps, epoch = sorted(each.scheduling.items()), trainer.current_epoch
-            return [n for at, n in steps if at <= epoch][-1], [
-                one for one in steps if one[0] > epoch
+            steps: int = each.scheduling[
+                max(n for n in each.scheduling if n <= trainer.current_epoch)
             ]
-    return trainer.accumulate_grad_batches, None
+            return steps
+    return trainer.accumulate_grad_batches
 
 
 def resumes(trainer: Trainer) -> bool:
