@@ -158,12 +158,6 @@ def max_seconds(trainer: Trainer) -> float | None:
     return next((float(each) for each in durations if each is not None), None)
 
 
-def profiler_name(trainer: Trainer) -> str:
-    """Return the class name of the user's profiler, such as ``PassThroughProfiler``."""
-    # Not type(): TeeProfiler overrides __class__.
-    return str(getattr(trainer, "profiler", None).__class__.__name__)
-
-
 def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     """Yield the methods that Lightning's spans do not cover: owner, method, category, name."""
     fit = getattr(trainer, "fit_loop", None)
