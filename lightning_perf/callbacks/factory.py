@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightning_perf.callbacks.suite import EnvironmentSuite
-    from lightning_perf.errors import ConfigError
     from lightning_perf.run.callback import PerfCallback
 
 _VARIABLE = "LIGHTNING_PERF"
-#: Values in a file of callbacks: aliases of aliases could make any number of them.
-_MOST_VALUES = 10_000
 
 
 def callbacks() -> list[Any]:
@@ -26,23 +20,29 @@ def callbacks() -> list[Any]:
     What cannot be used gives one warning, not an error: a variable of the shell must not end a
     training that does not know of it.
     """
-    return _guarded(selected)
-
-
-def callbacks_of_pytorch_lightning() -> list[Any]:
-    """The same for the package pytorch_lightning, which pip may install in any version."""
-    return _guarded(_selected_for_pytorch_lightning)
-
-
-def _guarded(select: Callable[[], list[Any]]) -> list[Any]:
     try:
-        return select()
+        return selected()
     except Exception as error:
         from lightning_perf.errors import ConfigError, describe
 
         why = str(error) if isinstance(error, ConfigError) else f"{_VARIABLE}: {describe(error)}."
         _warn_once(f"{why} The training continues without lightning_perf.")
         return []
+
+
+def callbacks_of_pytorch_lightning() -> list[Any]:
+    """The same for the package pytorch_lightning, which pip may install in any version."""
+    if chosen := callbacks():
+        from importlib.metadata import version
+
+        installed = version("pytorch-lightning")
+        # Before 2.6 they raise "Expected a parent" for callbacks of the package lightning.
+        if [int(part) for part in installed.split(".")[:2]] < [2, 6]:
+            _warn_once(
+                f"{_VARIABLE} is ignored: pytorch_lightning is {installed}, not 2.6 or later"
+            )
+            return []
+    return chosen
 
 
 def selected() -> list[Any]:
@@ -52,12 +52,17 @@ def selected() -> list[Any]:
         ConfigError: The variable names a file that cannot be used.
     """
     value = os.environ.get(_VARIABLE, "").strip()
-    if value.lower() in ("", "0", "false", "no", "off"):
-        return []
-    return [*from_environment(value)]
+    return [] if value.lower() in ("", "0", "false", "no", "off") else [from_environment(value)]
 
 
-def from_environment(value: str) -> list[EnvironmentSuite]:
+@cache
+def _warn_once(message: str) -> None:
+    from lightning_perf.errors import warn
+
+    warn(message)
+
+
+def from_environment(value: str) -> EnvironmentSuite:
     """The callbacks that a value of the environment variable selects.
 
     Args:
@@ -70,98 +75,46 @@ def from_environment(value: str) -> list[EnvironmentSuite]:
     from lightning_perf.errors import ConfigError
 
     if value.lower() in ("1", "true", "yes", "on"):
-        return [EnvironmentSuite(always_on().callbacks)]
-    given = _read(value)
-    show = not any(isinstance(each, Suite) for each in given)  # otherwise as set in the suites
+        return EnvironmentSuite(always_on().callbacks)
+    if not Path(value).is_file():
+        problem = f"is neither 1 nor a YAML file (looked in {os.getcwd()})"  # noqa: PTH109
+        raise ConfigError(_VARIABLE, value, problem, "1")
     try:
-        return [EnvironmentSuite(given, show)]
-    except ConfigError as error:
-        raise _unusable(value, error) from error
+        given = _instances(_listed(Path(value)))
+        show = not any(isinstance(each, Suite) for each in given)  # otherwise as set in the suites
+        return EnvironmentSuite(given, show)
+    except Exception as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(_VARIABLE, value, f"cannot be used: {why}", None) from error
 
 
-def _read(value: str) -> list[PerfCallback]:
-    content = written_callbacks(value)
-    from jsonargparse import ArgumentError, ArgumentParser
+def _listed(file: Path) -> list[Any]:
+    """The callbacks in a YAML file: a list, alone or under ``callbacks`` as in LightningCLI."""
+    import yaml  # type: ignore[import-untyped]
+
+    from lightning_perf.files import read_bytes
+
+    text = read_bytes(file).decode()
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise ValueError("it has an alias")  # aliases of aliases could make any number of values
+    content = yaml.safe_load(text)
+    for key in ("trainer", "callbacks"):
+        if isinstance(content, dict) and key in content:
+            content = content[key]
+    if not content or not isinstance(content, list):
+        raise ValueError("it is a file without a list of callbacks")
+    return content
+
+
+def _instances(listed: list[Any]) -> list[PerfCallback]:
+    from jsonargparse import ArgumentParser
 
     from lightning_perf.run.callback import PerfCallback
 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callbacks", type=list[PerfCallback])
-    try:
-        parsed = parser.parse_object({"callbacks": content})
-        # The name until jsonargparse 4.48, and since.
-        instances = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
-    except (ArgumentError, ValueError, TypeError) as error:
-        raise _unusable(value, error) from error
+    parsed = parser.parse_object({"callbacks": listed})
+    # The name until jsonargparse 4.48, and since.
+    instances = (getattr(parser, "instantiate", None) or parser.instantiate_classes)(parsed)
     callbacks: list[PerfCallback] = instances.callbacks
     return callbacks
-
-
-def _unusable(value: str, error: Exception) -> ConfigError:
-    from lightning_perf.errors import ConfigError
-
-    why = " ".join(str(error).split()).rstrip(".")
-    return ConfigError(_VARIABLE, value, f"cannot be used: {why}", None)
-
-
-def written_callbacks(file: str) -> list[Any]:
-    """The callbacks in a YAML file: a list, alone or under ``callbacks`` as in LightningCLI.
-
-    Raises:
-        ConfigError: There is no such file, it is not YAML, or it has no list.
-    """
-    import yaml  # type: ignore[import-untyped]
-
-    from lightning_perf.errors import ConfigError
-    from lightning_perf.files import read_bytes
-
-    if not Path(file).is_file():
-        problem = f"is neither 1 nor a YAML file (looked in {os.getcwd()})"  # noqa: PTH109
-        raise ConfigError(_VARIABLE, file, problem, "1")
-    try:
-        text = read_bytes(Path(file)).decode()
-        if not _values(yaml.compose(text, yaml.SafeLoader), {}) < _MOST_VALUES:
-            raise ValueError(f"with its aliases it has more than {_MOST_VALUES:,} values")
-        content = yaml.safe_load(text)
-    except (OSError, RecursionError, ValueError, yaml.YAMLError) as error:
-        why = " ".join(str(error).split())
-        raise ConfigError(_VARIABLE, file, f"cannot be used: {why}", None) from error
-    for key in ("trainer", "callbacks"):
-        if isinstance(content, dict) and key in content:
-            content = content[key]
-    if not content or not isinstance(content, list):
-        problem = "is a file without a list of callbacks"
-        raise ConfigError(_VARIABLE, file, problem, "configs/always_on.yaml")
-    return content
-
-
-def _values(node: Any, known: dict[int, float]) -> float:
-    """The values of a node of YAML if each alias is a copy; infinite if it contains itself."""
-    if id(node) not in known:
-        known[id(node)] = inf
-        parts = node.value if isinstance(getattr(node, "value", None), list) else ()
-        flat = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
-        known[id(node)] = 1 + sum(_values(each, known) for each in flat)
-    return known[id(node)]
-
-
-@cache
-def _warn_once(message: str) -> None:
-    from lightning_perf.errors import warn
-
-    warn(message)
-
-
-def _selected_for_pytorch_lightning() -> list[Any]:
-    chosen = selected()
-    if chosen:
-        from importlib.metadata import version
-
-        installed = version("pytorch-lightning")
-        # Before 2.6 they raise "Expected a parent" for callbacks of the package lightning.
-        if [int(part) for part in installed.split(".")[:2]] < [2, 6]:
-            _warn_once(
-                f"LIGHTNING_PERF is ignored: pytorch_lightning is {installed}, not 2.6 or later"
-            )
-            return []
-    return chosen

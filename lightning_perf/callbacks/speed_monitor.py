@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_perf.checks import whole
-from lightning_perf.core.remaining import RemainingTime
 from lightning_perf.core.window import Window, throughput
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import check_peak
 from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:
+    from lightning_perf.core.progress import Timestamp
     from lightning_perf.run.run import Run
 
 SECONDS_PER_UNIT = {"seconds": 1.0, "minutes": 60.0, "hours": 3600.0, "days": 86400.0}
@@ -98,11 +98,13 @@ class SpeedMonitor(WindowCallback):
         self._reported: set[str] = set()
         # Seconds of validation in the last report.
         self._validated = 0.0
-        self._remaining: RemainingTime | None = None
+        # Where the training began, and its batches before the last validation inside of it.
+        self._start: Timestamp | None = None
+        self._validated_at = 0
 
     @override
     def prepare(self, context: Run) -> None:
-        self._reported, self._remaining = set(), None
+        self._reported, self._start = set(), None
         context.require_flops(self.gpu_flops_available, "gpu_flops_available")
         self._prefix = context.offer_rolling(self.window_size)
         self.columns = (
@@ -118,11 +120,9 @@ class SpeedMonitor(WindowCallback):
         super().on_start(context)
         progress = context.progress
         if context.stage == "train":
-            validations, start = progress.stages["validate"].epoch, progress.timestamp("train")
-            self._remaining = RemainingTime(context.limits, start, validations)
-        elif self._remaining is not None and context.nested:
-            batch = progress.stages["train"].batch
-            self._remaining.validation_begins(batch, progress.validation_seconds)
+            self._start = progress.timestamp("train")
+        if context.stage == "train" or context.nested:
+            self._validated_at = progress.stages["train"].batch
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -148,18 +148,19 @@ class SpeedMonitor(WindowCallback):
     def _times(self, window: Window) -> dict[str, float]:
         each, spent = SECONDS_PER_UNIT[self.time_unit], window.own("progress/total_seconds")
         if window.stage != "train":
-            nested = self._remaining is not None  # its time is `time/val` of training
+            nested = self._start is not None  # its time is `time/val` of training
             return {} if nested else {"time/total": spent / each}
         before, validation = self._validated, window.own("progress/validation_seconds")
         self._validated = validation
         metrics = elapsed(spent, validation, self.time_unit)
         # At the end of a training it is logged only if validation changes it.
         due = not window.at_end or validation > before
-        if due and self._remaining is not None and self._context is not None:
-            self._remaining.limits = self._context.limits  # those of the current epoch
+        if due and self._start is not None and self._context is not None:
             spent, timed = (window.own(f"{self._prefix}/batch/{n}") for n in ("seconds", "count"))
-            known = window.since_start("batch/count") > 0
-            left = self._remaining.seconds(window.last, spent / timed, validation) if known else inf
+            limits, left = self._context.limits, inf  # those of the current epoch
+            if window.since_start("batch/count") > 0:
+                validated = self._validated_at, validation
+                left = limits.seconds_left(self._start, window.last, spent / timed, validated)
             if left < inf:
                 metrics["time/remaining_estimate"] = 0.0 if window.at_end else left / each
         return metrics

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import total_ordering
-from math import ceil, inf
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 
 @total_ordering
@@ -149,8 +149,6 @@ class Limits:
     samples_per_epoch: int | None = None
     #: Batches per optimizer step (gradient accumulation).
     batches_per_step: int = 1
-    #: The epochs from which on there are others, in their order; None if it never changes.
-    later_batches_per_step: Sequence[tuple[int, int]] | None = None
 
     @property
     def known(self) -> bool:
@@ -171,24 +169,45 @@ class Limits:
             done = max(done, (timestamp.total_wct + validation_seconds) / self.max_seconds)
         return min(done, 1.0) if done >= 0.0 else None
 
-    def batches_until(self, step: int, now: Timestamp) -> int:
-        """Return the number of batches from now until a step is done, of one optimizer."""
-        each, every, epoch, within = (
-            self.batches_per_epoch, self.batches_per_step, now.epoch, now.batch_in_epoch
-        )  # fmt: skip
-        if not each:
-            return (step - now.step) * every
-        # Both since the start of the epoch, whose last batch always makes a step.
-        made = ceil(within / every) if within == each else within // every
-        steps, batches = step - now.step + made, -within
-        for later, then in (*(self.later_batches_per_step or ()), (inf, 1)):
-            per_epoch = ceil(each / every)
-            epochs = int(min((steps - 1) // per_epoch, later - epoch))
-            steps, batches = steps - epochs * per_epoch, batches + epochs * each
-            if epoch + epochs < later:
-                break
-            every, epoch = then, int(later)
-        return batches + min(steps * every, each)
+    def seconds_left(
+        self, start: Timestamp, now: Timestamp, pace: float, validated: tuple[int, float] = (0, 0.0)
+    ) -> float:
+        """Return the estimated seconds until the first limit; infinity without one.
+
+        Args:
+            start: Where this run began, maybe from a checkpoint: the batches since then show how
+                many make a step.
+            now: The present progress.
+            pace: Seconds per batch.
+            validated: The batches before the last validation inside of fit, and the seconds of all
+                of them so far: as much time per batch is to come.
+        """
+        batches, validation = validated
+        left = self._batches_left(start, now)
+        if left < inf:
+            each = validation / batches if batches else 0.0
+            left = left * pace + max(now.batch + left - batches, 0.0) * each
+        if self.max_seconds:  # Lightning's Timer counts validation too
+            left = min(left, max(self.max_seconds - now.total_wct - validation, 0.0))
+        return left
+
+    def _batches_left(self, start: Timestamp, now: Timestamp) -> float:
+        left, batches, steps = inf, now.batch - start.batch, now.step - start.step
+        if self.max_steps and steps > 0:
+            # Measured steps per batch: covers gradient accumulation and several optimizers.
+            left = (self.max_steps - now.step) * batches / steps
+        if self.max_epochs:
+            each = self._batches_per_epoch(start, now)
+            left = min(left, (self.max_epochs - now.epoch) * each - now.batch_in_epoch)
+        return max(left, 0.0)
+
+    def _batches_per_epoch(self, start: Timestamp, now: Timestamp) -> float:
+        samples = now.sample - start.sample
+        if self.batches_per_epoch:
+            return self.batches_per_epoch
+        if self.samples_per_epoch and samples:
+            return self.samples_per_epoch * (now.batch - start.batch) / samples
+        return (now.batch - now.batch_in_epoch) / now.epoch if now.epoch else inf
 
     def _within_epoch(self, timestamp: Timestamp) -> float:
         if self.batches_per_epoch:

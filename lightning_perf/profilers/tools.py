@@ -112,7 +112,7 @@ def refuse_torch_profiler(profiler: object, context: Run) -> None:
 
     Lightning's is refused in all windows, since it may start in any of them.
     """
-    name = compat.profiler_name(context.trainer)
+    name = type(getattr(context.trainer, "profiler", None)).__name__
     if name == "PyTorchProfiler":
         raise RecorderBusy(type(profiler).__name__, f"Trainer(profiler={name}())", REMOVE_ONE)
     if torch_profilers.busy:

@@ -118,8 +118,8 @@ class _Stage:
         #: Batches with known FLOPs, and the cost of the last one.
         self.known = 0
         self.last_cost: BatchCost | None = None
-        #: The FLOPs and ideal seconds of batches whose time does not count.
-        self.untimed_flops = self.untimed_ideal_seconds = 0.0
+        #: Their FLOPs and ideal seconds.
+        self.known_flops = self.known_ideal_seconds = 0.0
         #: Totals after each of the latest batches: a rolling window is the difference of two.
         self.edges = deque([Sums()], maxlen=size + 1)
         #: The latest batches that counting slowed down, without their FLOPs.
@@ -206,9 +206,8 @@ class BatchTotals:
         totals = self.stages[stage]
         sums, cost = totals.edges[-1], totals.last_cost
         operations = (cost.tracked_operations, cost.untracked_operations) if cost else (0, 0)
-        flops = sums.flops_model + totals.untimed_flops
-        ideal = sums.flops_ideal_seconds + totals.untimed_ideal_seconds
-        return (*sums.shared(self.sharing), totals.known, flops, ideal, *operations)
+        known = totals.known, totals.known_flops, totals.known_ideal_seconds
+        return (*sums.shared(self.sharing), *known, *operations)
 
 
 class RollingBatches:
@@ -240,14 +239,12 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
         cost = record.cost
         if cost is not None:
             stage.known += 1
+            stage.known_flops += cost.total
+            stage.known_ideal_seconds += cost.ideal_seconds
             stage.last_cost = cost
         if record.timed:
             edges.append(edges[-1].plus(record))
-            continue
-        if cost is not None:
-            stage.untimed_flops += cost.total
-            stage.untimed_ideal_seconds += cost.ideal_seconds
-        if record.seconds and not record.first:
+        elif record.seconds and not record.first:
             stage.slowed.append(record._replace(cost=None, slowed=False))
 
 

@@ -158,12 +158,6 @@ def max_seconds(trainer: Trainer) -> float | None:
     return next((float(each) for each in durations if each is not None), None)
 
 
-def profiler_name(trainer: Trainer) -> str:
-    """Return the class name of the user's profiler, such as ``PassThroughProfiler``."""
-    # Not type(): TeeProfiler overrides __class__.
-    return str(getattr(trainer, "profiler", None).__class__.__name__)
-
-
 def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     """Yield the methods that Lightning's spans do not cover: owner, method, category, name."""
     fit = getattr(trainer, "fit_loop", None)
@@ -312,20 +306,20 @@ def limits_of(trainer: Trainer, owners: Iterable[object] = (), sharing: int = 1)
         max_seconds(trainer),
         _positive(trainer.num_training_batches),
         samples * sharing // trainer.world_size if samples else None,
-        *_accumulation(trainer),
+        _batches_per_step(trainer),
     )
 
 
-def _accumulation(trainer: Trainer) -> tuple[int, list[tuple[int, int]] | None]:
-    """Return the batches per optimizer step now, and what a callback changes them to, by epoch."""
+def _batches_per_step(trainer: Trainer) -> int:
+    """Return the batches per optimizer step of this epoch."""
     for each in getattr(trainer, "callbacks", ()):
         if type(each).__name__ == "GradientAccumulationScheduler":
             # Its hook, which sets the Trainer's number, may run after ours.
-            steps, epoch = sorted(each.scheduling.items()), trainer.current_epoch
-            return [n for at, n in steps if at <= epoch][-1], [
-                one for one in steps if one[0] > epoch
+            steps: int = each.scheduling[
+                max(n for n in each.scheduling if n <= trainer.current_epoch)
             ]
-    return trainer.accumulate_grad_batches, None
+            return steps
+    return trainer.accumulate_grad_batches
 
 
 def resumes(trainer: Trainer) -> bool:

@@ -339,8 +339,8 @@ def _torn_down(this: weakref.ref[RunContext]) -> Iterator[None]:
     if context is not None:
         context._termination.handle()
         profiler = getattr(context.trainer, "profiler", None)
-        theirs, end = getattr(profiler, "_theirs", profiler), partial(_end_without_hooks, this)
-        context._patches.wrap_in_context(theirs, "describe", end)
+        end = partial(_end_without_hooks, this)
+        context._patches.wrap_in_context(profiler, "describe", end)
         end()
 
 

@@ -1,13 +1,14 @@
-"""Replaces the Trainer's profiler, to record its spans and reduce their cost."""
+"""Receives the spans of the Trainer's profiler, and reduces their cost if there is none."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.profilers import PassThroughProfiler
 from typing_extensions import override
 
-from lightning_perf.patches import same
+from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run.spans import SpanRecorder
 from lightning_perf.timing.clock import NOTHING
 from lightning_perf.timing.totals import Totals
@@ -16,32 +17,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule
 
     from lightning_perf.timing.cuda_events import DeviceTimer
 
-    _Span = AbstractContextManager[Any]
-    Find = Callable[[str], _Span]
+    Find = Callable[[str], AbstractContextManager[Any]]
 
 
 class Spans:
-    """Replaces the trainer's profiler while the run's context lives.
+    """The spans of a run, which are recorded once a callback requires their times.
 
-    If no callback needs timings and the trainer has no profiler, spans take less time than without
-    us.
+    The user's profiler is patched. If the trainer has none, ours takes its place: its spans take
+    less time than those of Lightning's default.
     """
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, device: DeviceTimer | None = None
+        self, trainer: Any, module: LightningModule, device: DeviceTimer | None = None
     ) -> None:
         self._trainer, self._module, self._device = trainer, module, device
-        self._profiler = getattr(trainer, "profiler", None)
-        self._installed: Any = None
         #: Records times once they are required.
         self.recorder: SpanRecorder | None = None
-        if type(self._profiler) is PassThroughProfiler:
-            # Like Lightning's default, but without a generator per span.
-            self._install(SpanProfiler(lambda _: NOTHING))
+        self._patches = PatchSet()
+        # Lightning's default, and what stands in its place.
+        self._default, self._ours = self._trainer.profiler, SpanProfiler()
+        if type(self._default) is PassThroughProfiler:
+            self._trainer.profiler = self._ours
 
     def totals(self) -> Totals:
         """Exclusive times since timings were first required."""
@@ -55,45 +55,40 @@ class Spans:
     def require(self) -> SpanRecorder:
         """Record times from now on."""
         if self.recorder is None:
-            self._uninstall()
             self.recorder = SpanRecorder(self._trainer, self._module, self._device)
-            self._listen(self.recorder)
+            self._ours.profile = self.recorder.cache.__getitem__
+            self._patch(self.recorder)
         return self.recorder
 
     def enter(self, stage: str) -> None:
         """A stage starts."""
         if self.recorder is not None:
             self.recorder.enter(stage)
-            if getattr(self._trainer, "profiler", None) is not self._installed:
-                self._listen(self.recorder)  # the user replaced it
+            self._patch(self.recorder)  # the user may have replaced it
 
     def restore(self) -> None:
         """Restore the profiler, unless the user replaced it meanwhile."""
-        self._uninstall()
+        self._patches.restore()
+        if self._trainer.profiler is self._ours:
+            self._trainer.profiler = self._default
         if self.recorder is not None:
             self.recorder.close()
             self.recorder = None
 
-    def _listen(self, recorder: SpanRecorder) -> None:
-        theirs, find = getattr(self._trainer, "profiler", None), recorder.cache.__getitem__
-        none = type(theirs) is PassThroughProfiler
-        self._install(SpanProfiler(find) if none else TeeProfiler(theirs, find))
-
-    def _install(self, replacement: Any) -> None:
-        self._profiler = getattr(self._trainer, "profiler", None)
-        self._installed = self._trainer.profiler = replacement  # type: ignore[attr-defined]
-
-    def _uninstall(self) -> None:
-        if getattr(self._trainer, "profiler", None) is self._installed:
-            self._trainer.profiler = self._profiler  # type: ignore[attr-defined]
+    def _patch(self, recorder: SpanRecorder) -> None:
+        theirs, find = self._trainer.profiler, recorder.cache.__getitem__
+        if theirs is not self._ours:
+            self._patches.wrap(theirs, "start", partial(_Start, find=find))
+            self._patches.wrap(theirs, "stop", partial(_Stop, find=find))
 
 
 class SpanProfiler(PassThroughProfiler):
-    """Records every span of a trainer without a profiler; ``find`` returns ours by its name."""
+    """A profiler that does nothing, or records every span if ``profile`` returns ours."""
 
-    def __init__(self, find: Find) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.profile = find  # type: ignore[method-assign, assignment]
+        # Without a generator per span, as Lightning's has.
+        self.profile: Find = lambda _: NOTHING  # type: ignore[assignment]
 
     @override
     def start(self, action_name: str) -> None:
@@ -109,64 +104,25 @@ class SpanProfiler(PassThroughProfiler):
         return PassThroughProfiler, ()
 
 
-class TeeProfiler:
-    """Records every span and forwards it to the user's profiler.
+class _Start(MethodPatch):
+    """Starts our span around that of the user's profiler, so that theirs excludes our overhead."""
 
-    All other attributes, ``__class__`` included, are those of the user's profiler.
-    """
+    def __init__(self, original: Callable[..., Any], find: Find) -> None:
+        super().__init__(original)
+        self._find = find
 
-    def __init__(self, theirs: Any, find: Find) -> None:
-        # Bypasses __setattr__, which writes to the user's profiler.
-        vars(self).update(_theirs=theirs, _find=find)
-
-    def profile(self, action_name: str) -> _Span:
-        """Return the context of a span."""
-        return _TeeSpan(self._find(action_name), self._theirs.profile(action_name))
-
-    def start(self, action_name: str) -> None:
-        """Start a span."""
+    @override
+    def __call__(self, action_name: str) -> Any:
         self._find(action_name).__enter__()
-        self._theirs.start(action_name)
+        return self.original(action_name)
 
-    def stop(self, action_name: str) -> None:
-        """Stop a span."""
+
+class _Stop(_Start):
+    """Stops our span after that of the user's profiler."""
+
+    @override
+    def __call__(self, action_name: str) -> Any:
         try:
-            self._theirs.stop(action_name)
+            return self.original(action_name)
         finally:
             self._find(action_name).__exit__(None, None, None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return same, (self._theirs,)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        return type(self._theirs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_theirs"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._theirs, name, value)
-
-
-class _TeeSpan:
-    """Our span around that of the user's profiler, so that theirs excludes our overhead."""
-
-    __slots__ = ("_ours", "_theirs")
-
-    def __init__(self, ours: _Span, theirs: _Span) -> None:
-        self._ours, self._theirs = ours, theirs
-
-    def __enter__(self) -> Any:
-        self._ours.__enter__()
-        try:
-            return self._theirs.__enter__()
-        except BaseException:
-            self._ours.__exit__(None, None, None)
-            raise
-
-    def __exit__(self, *error: Any) -> bool | None:
-        try:
-            return self._theirs.__exit__(*error)
-        finally:
-            self._ours.__exit__(None, None, None)

@@ -12,7 +12,7 @@ from lightning_perf.background import Worker
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import formula_for
 from lightning_perf.run import compat
-from lightning_perf.run.batches import TIMED, BatchTotals
+from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
 from lightning_perf.run.profiler import Spans
@@ -194,8 +194,8 @@ class Run:
         """The utilization in training so far."""
         if not self.meter.wanted:
             return None
-        totals = dict(zip(TIMED, self.batches.totals("train"), strict=False))
-        seconds, ideal = totals["flops/seconds"], totals["flops/ideal_seconds"]
+        sums = self.batches.stages["train"].edges[-1]
+        seconds, ideal = sums.flops_seconds, sums.flops_ideal_seconds
         return ideal / seconds if ideal and seconds else None
 
     # -- outputs ----------------------------------------------------------------------------------

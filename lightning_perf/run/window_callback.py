@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from lightning_perf.run.callback import PerfCallback
-from lightning_perf.schedule import Schedule, as_schedule
+from lightning_perf.schedule import Never, Schedule, as_schedule
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,9 +27,10 @@ class ReportTrigger:
     """
 
     def __init__(self, schedule: Schedule | None) -> None:
-        self._schedule = schedule
-        self._shared = True
-        self._wanted = False
+        # Without a schedule, nothing but Lightning's logging asks for a report.
+        self._scheduled = schedule is not None
+        self._schedule = Never() if schedule is None else schedule
+        self._shared = self._wanted = False
         #: Whether the schedule selected the first batch after an epoch that ended early.
         self._late = False
         #: Batches before this one need no check, except where Lightning logs.
@@ -38,36 +39,28 @@ class ReportTrigger:
     def setup(self, context: Run) -> None:
         """Prepare for a run; ConfigError if the schedule cannot work in it."""
         self._wanted, self._late, self.quiet_until = False, False, 0
-        if self._schedule is None:
-            self.quiet_until = inf
-            return
         self._schedule.setup(context.schedule_context)
         # What a schedule depends on is known after its set-up.
-        self._shared = self._schedule.shared or context.ranks.world_size == 1
+        alike = self._schedule.shared or context.ranks.world_size == 1
+        self._shared = self._scheduled and alike
 
     def start(self, context: Run) -> None:
         """A stage starts."""
-        if self._schedule is not None:
-            self.quiet_until = 0
-            self._schedule.observe(context.moment)
+        self.quiet_until = 0
+        self._schedule.observe(context.moment)
 
     def begin_epoch(self, context: Run) -> None:
         """An epoch starts: it or the last one may have another length than was predicted."""
-        if self._schedule is not None:
-            self.quiet_until = 0
-            if context.counters.cut_short:
-                moment = context.moment
-                self._schedule.observe(moment)
-                # A report now would be a second one after the same batch: it comes with the next.
-                self._late = self._schedule(moment)
+        self.quiet_until = 0
+        if context.counters.cut_short:
+            moment = context.moment
+            self._schedule.observe(moment)
+            # A report now would be a second one after the same batch: it comes with the next.
+            self._late = self._schedule(moment)
 
     def due(self, context: Run) -> bool:
         """Whether the ranks meet now, the same on all of them; called at most once per batch."""
-        schedule = self._schedule
-        if schedule is None:
-            self._wanted = context.logs_now
-            return self._wanted
-        now = False
+        schedule, now = self._schedule, False
         if context.counters.batch >= self.quiet_until:
             moment = context.moment
             schedule.observe(moment)
@@ -89,12 +82,11 @@ class ReportTrigger:
     def consume_request(self) -> bool:
         """Whether this rank wanted a report since the last call."""
         wanted, self._wanted = self._wanted, False
-        return wanted
+        return wanted or not self._scheduled
 
     def close(self) -> None:
         """Stop following the run; may be called more than once."""
-        if self._schedule is not None:
-            self._schedule.close()
+        self._schedule.close()
 
 
 class WindowCallback(PerfCallback):

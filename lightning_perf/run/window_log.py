@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from lightning_perf.core.progress import Timestamp
-    from lightning_perf.core.window import Columns, Rows, Table
+    from lightning_perf.core.window import Rows, Table
 
 #: Reports that a log keeps at most, beside the last three, and numbers in all of them. Some are
 #: kept in any case.
@@ -51,8 +51,8 @@ class Report:
     at_end: bool
     #: This process's rank.
     rank: int
-    #: The positions of the columns that were measured. Others have the values of an earlier report.
-    columns: Columns
+    #: The number of columns that callbacks receive of it.
+    width: int
     #: The positions of columns that are not running totals.
     gauges: Sequence[int]
     #: The costs of named actions on this rank.
@@ -130,9 +130,8 @@ class WindowLog:
         return (costs - self.reports[0].costs).table(TABLED)
 
 
-def _totals(report: Report) -> dict[str, float]:
+def _totals(rows: Rows, columns: Mapping[str, int]) -> dict[str, float]:
     """The totals that `table` uses, from those of each rank."""
-    rows, columns = report.rows, report.columns
     means = rows[0] if len(rows) == 1 else np.mean(rows, axis=0).tolist()
     totals = {name: means[columns[name]] for name in _KEPT if name in columns}
     return {
@@ -152,14 +151,11 @@ def table(log: WindowLog) -> dict[str, Any]:
     warms up.
     """
     start, *reports = log.reports  # it may be called on another thread
-    # If reports differ in their columns, those of most of them.
-    points = [(report, _totals(report)) for report in reports]
-    columns = Counter(frozenset(totals) for _, totals in points).most_common(1)
-    known = columns[0][0] if columns else frozenset()
-    points = [(start, {}), *(point for point in points if known <= point[1].keys())]
-    pairs = list(pairwise(points))
-    if not pairs:
+    if not reports:
         return {}
+    points = [(start, {}), *((each, _totals(each.rows, log.columns)) for each in reports)]
+    pairs = list(pairwise(points))
+    known = [name for name in _KEPT if all(name in totals for _, totals in points[1:])]
     all_rises = {
         name: rounded(late[name] - early.get(name, 0.0) for (_, early), (_, late) in pairs)
         for name in known

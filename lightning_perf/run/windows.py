@@ -16,7 +16,7 @@ from lightning_perf.run.collective import LAST, Gatherer
 from lightning_perf.run.window_log import MOST, Report, WindowLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from lightning.pytorch import Trainer
 
@@ -72,7 +72,6 @@ class _Subscription(NamedTuple):
     callback: Subscriber
     #: A power of two, the same on every rank.
     number: int
-    signals: Set[Signal]
     #: The position of each column by its name.
     columns: Mapping[str, int]
     #: By stage: the reports where its windows ended.
@@ -115,9 +114,8 @@ class Windows:
         #: Start the signal of a prefix, such as ``timings``, once a callback subscribes to it.
         self.sources: dict[str, Callable[[], Signal]] = {}
         self._signals: dict[str, Signal] = {}
-        # The position of each column in a row, of the first one of each signal, and of gauges.
+        # The position of each column in a row, and of gauges.
         self._columns = Columns()
-        self._begin: dict[Signal, int] = {}
         self._gauges: list[int] = []
         # By stage: what was measured last, and where the columns count from.
         self._measured: dict[str, list[float]] = {}
@@ -126,9 +124,7 @@ class Windows:
         self._subscriptions: list[_Subscription] = []
         #: Reports before this batch need no check, except where Lightning logs.
         self.quiet_until: float = 0
-        # Of reports that measured some signals only: the positions of their columns.
-        self._measured_columns: dict[frozenset[Signal], Columns] = {}
-        #: By stage: the log of reports of all signals.
+        #: By stage: the log of reports of most columns.
         self.logs: dict[str, WindowLog] = {}
 
     # -- set-up -------------------------------------------------------------------------------
@@ -144,50 +140,49 @@ class Windows:
         if not isinstance(columns, tuple | list):
             problem = "is not a tuple or list of names"
             raise ConfigError("columns", columns, problem, "('timings/forward',)")
-        names, signals = Columns(), dict[Signal, None]()
+        names = Columns()
         for pattern in columns:
             signal = self._signal(pattern)
             matches = matching(signal.columns, pattern)
             if not matches:
                 raise _unknown_column(pattern, signal.columns)
             names.update({name: self._columns[name] for name in matches})
-            signals[signal] = None
         most, count = self.gatherer.width, len(self._columns)
         if count > most and not self._alone:
             problem = f"makes {count} columns over all signals, and a rank can send {most}"
             raise ConfigError("columns", [*columns], problem, "a signal with fewer columns")
         number = 1 << len(self._subscriptions)
-        self._subscriptions.append(_Subscription(callback, number, signals.keys(), names, {}))
+        self._subscriptions.append(_Subscription(callback, number, names, {}))
 
     def _signal(self, column: str) -> Signal:
         prefix = column.partition("/")[0]
         if prefix not in self._signals:
             if prefix not in self.sources:
                 raise _unknown_column(column, [f"{each}/*" for each in self.sources])
-            signal = self._signals[prefix] = self.sources[prefix]()
-            if signal not in self._begin:  # it may have several prefixes
-                begin = self._begin[signal] = len(self._columns)
+            signal = self.sources[prefix]()
+            if signal not in self._signals.values():  # it may have several prefixes
+                begin = len(self._columns)
                 positions = {name: at for at, name in enumerate(signal.columns, begin)}
                 self._columns = Columns(self._columns | positions)  # reports keep those they have
-                gauges = (name in signal.gauges for name in signal.columns)
-                self._gauges += [at for at, gauge in enumerate(gauges, begin) if gauge]
+                self._gauges += [at for name, at in positions.items() if name in signal.gauges]
+            self._signals[prefix] = signal
         return self._signals[prefix]
 
     # -- stages and batches -------------------------------------------------------------------
 
     def enter(self) -> None:
         """A stage starts."""
-        stage, signals = self._stages.stage, self._begin.keys()
+        stage = self._stages.stage
         stamp, costs = self._stages.counters.timestamp(), self._spans.totals()
         head = stage, self._stages.step - 1, stamp, False, self._rank
-        start = Report(*head, self._columns, self._gauges, costs, ())
+        width = max((len(each.columns) for each in self._subscriptions), default=0)
+        start = Report(*head, width, self._gauges, costs, ())
         self.logs.setdefault(stage, WindowLog(start, self._columns, MOST))
         for subscription in self._subscriptions:
             most = MOST if subscription.callback.keeps_windows else 0
             subscription.logs.setdefault(stage, WindowLog(start, subscription.columns, most))
         # Columns count from here, without what passed since the last report of the stage.
-        reported = [*self._measured.get(stage, ())]
-        now = self._measure(stage, signals)
+        reported, now = self._measured.get(stage), self._measure(stage)
         values = zip(self._origins.get(stage, now), now, reported or now, strict=True)
         origins = self._origins[stage] = [first + value - last for first, value, last in values]
         for position in self._gauges:
@@ -223,8 +218,7 @@ class Windows:
         last = at_end and not self._stages.nested
         if last:
             self._batches.wait()
-        sent = subscriptions if last else due
-        report = self._report(self._stages.stage, sent, at_end)
+        report = self._report(self._stages.stage, at_end, due)
         further: dict[Action, Cost] = {}
         for each in due:
             further |= each.callback.call(each.callback.costs) or {}
@@ -233,36 +227,24 @@ class Windows:
         now = at_end or monitored
         ended = [each for each in due if now or each.callback.trigger.consume_request()]
         when = LAST if last else _NESTED_END if at_end else self._stages.counters.batch
-        number = sum(each.number for each in sent)
+        number = sum(each.number for each in due)
         deliver = partial(self._deliver, report, ended)
         self.gatherer.gather((number, when), report.rows[0], deliver)
 
-    def _report(self, stage: str, sent: Sequence[_Subscription], at_end: bool = False) -> Report:
+    def _report(self, stage: str, at_end: bool, due: Iterable[_Subscription] = ()) -> Report:
         """The totals of this rank."""
         self._batches.fold(stage)
-        signals = frozenset[Signal]().union(*(each.signals for each in sent))
-        row = self._measure(stage, signals)
-        values = [*map(sub, row, self._origins[stage])]
+        values = [*map(sub, self._measure(stage), self._origins[stage])]
         stamp, costs = self._stages.progress.timestamp(stage), self._spans.latest
         head = stage, self._stages.step, stamp, at_end, self._rank
-        return Report(*head, self._columns_of(signals), self._gauges, costs, [values])
+        width = sum(len(each.columns) for each in due)
+        return Report(*head, width, self._gauges, costs, [values])
 
-    def _columns_of(self, signals: frozenset[Signal]) -> Columns:
-        """The positions of the columns of some signals."""
-        if len(signals) == len(self._begin):
-            return self._columns
-        if signals not in self._measured_columns:
-            names = (name for signal in signals for name in signal.columns)
-            columns = Columns({name: self._columns[name] for name in names})
-            self._measured_columns[signals] = columns
-        return self._measured_columns[signals]
-
-    def _measure(self, stage: str, signals: Iterable[Signal]) -> list[float]:
-        """The totals of all columns, now for some signals and as measured last for the others."""
-        row = self._measured.setdefault(stage, [nan] * len(self._columns))
-        for signal in signals:
-            begin = self._begin[signal]
-            row[begin : begin + len(signal.columns)] = self._totals(signal, stage)
+    def _measure(self, stage: str) -> list[float]:
+        """The totals of all columns."""
+        signals = dict.fromkeys(self._signals.values())
+        row = [value for signal in signals for value in self._totals(signal, stage)]
+        self._measured[stage] = row
         return row
 
     def _totals(self, signal: Signal, stage: str) -> Sequence[float]:
@@ -279,8 +261,7 @@ class Windows:
         """Deliver windows, some batches after the report."""
         report.rows = rows
         log = self.logs[report.stage]
-        last = log.last
-        if last is log.reports[0] or len(report.columns) >= len(last.columns):
+        if report.width >= log.last.width:
             log.add(report)
         metrics: dict[str, float] = {}
         rises: dict[Report, Rows | Increase] = {}  # most callbacks have windows of one length
@@ -306,13 +287,12 @@ class Windows:
             return []
         start, reports = log.reports[0], [each for each in log.recent if len(each.rows)]
         if self._alone and not (reports and reports[-1].at_end):
-            reports.append(self._report(stage, self._subscriptions))
+            reports.append(self._report(stage, False))
         if not reports:
             return []
         end = reports[-1]
-        windows = [(start.step + 1, end.window(start, end.columns))]
-        alike = [report for report in reports if report.columns is end.columns]
-        for before, report in reversed(list(pairwise(alike))):
+        windows = [(start.step + 1, end.window(start, log.columns))]
+        for before, report in reversed(list(pairwise(reports))):
             if report.stamp.batch > before.stamp.batch:
-                return [*windows, (before.step + 1, report.window(before, end.columns))]
+                return [*windows, (before.step + 1, report.window(before, log.columns))]
         return windows

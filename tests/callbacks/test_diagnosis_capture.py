@@ -197,7 +197,7 @@ def test_a_capture_can_be_configured_and_copied(tmp_path: Path) -> None:
         "    terminal: false\n"
         "    capture: {class_path: lightning_perf.PyTorch, init_args: {schedule: at 5ba for 3ba}}\n"
     )
-    (suite,) = from_environment(str(tmp_path / "perf.yaml"))
+    suite = from_environment(str(tmp_path / "perf.yaml"))
     assert [type(part) for part in suite.parts[0].parts] == [PyTorch]
     copied = pickle.loads(pickle.dumps(suite))
     (diagnosis,) = copied.parts

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_perf import SpeedMonitor
 from lightning_perf.core.progress import Limits, Timestamp
-from lightning_perf.core.remaining import RemainingTime
 from lightning_perf.run import context, stages
 
 KEY = "time/remaining_estimate"
@@ -142,24 +141,12 @@ def test_an_epoch_of_another_length_changes_the_estimate(tmp_path: Path, clock: 
     assert found[15:] == pytest.approx([BATCH * left for left in range(31, -1, -1)])
 
 
-def test_uneven_intervals_of_validation_are_averaged() -> None:
-    """Epochs of 16 batches have validations after batches 5, 10 and 15."""
+def test_the_mean_time_of_validation_is_to_come() -> None:
+    """Epochs of 16 batches have three validations of 2 s each: 6 s per epoch."""
     limits = Limits(max_epochs=4, batches_per_epoch=16)
-    remaining = RemainingTime(limits, Timestamp())
-    batches = [epoch * 16 + within for epoch in range(3) for within in (5, 10, 15)]
-    for number, batch in enumerate(batches):
-        remaining.validation_begins(batch, number * 2.0)
     now = Timestamp(epoch=3, batch=48, batch_in_epoch=0)
-    assert remaining.seconds(now, 1.0, len(batches) * 2.0) == pytest.approx(16 + 3 * 2.0)
-
-
-def test_the_second_validation_replaces_the_first_duration() -> None:
-    """The first validation includes a warm-up, so the second one's duration replaces it."""
-    remaining = RemainingTime(Limits(max_epochs=4, batches_per_epoch=10), Timestamp())
-    remaining.validation_begins(10, 0.0)
-    assert remaining.seconds(Timestamp(epoch=1, batch=10), 1.0, 60.0) == pytest.approx(30 + 3 * 60)
-    remaining.validation_begins(20, 60.0)
-    assert remaining.seconds(Timestamp(epoch=2, batch=20), 1.0, 65.0) == pytest.approx(20 + 2 * 5)
+    left = limits.seconds_left(Timestamp(), now, 1.0, (48, 9 * 2.0))
+    assert left == pytest.approx(16 + 6.0)
 
 
 def test_a_resumed_run_uses_its_own_speed(tmp_path: Path, clock: Clock) -> None:
@@ -176,18 +163,14 @@ def test_a_resumed_run_uses_its_own_speed(tmp_path: Path, clock: Clock) -> None:
     assert found[-2:] == pytest.approx([VALIDATION, 0])
 
 
-def test_a_resume_just_before_a_validation_does_not_multiply_it() -> None:
+@pytest.mark.parametrize("seconds", [500.0, 50.0], ids=["all", "one"])
+def test_a_resume_just_before_a_validation_does_not_multiply_it(seconds: float) -> None:
     """A validation after the first batch of this run does not mean one after every batch."""
     limits = Limits(max_epochs=20, batches_per_epoch=100)
     start = Timestamp(epoch=9, batch=998, batch_in_epoch=98)
-    for before, to_come in ((9, 10), (0, 1)):  # known from our state, or unknown
-        remaining = RemainingTime(limits, start, before)
-        remaining.validation_begins(1000, 50.0)
-        now = Timestamp(epoch=10, batch=1001, batch_in_epoch=1)
-        assert remaining.seconds(now, 1.0, 55.0) == pytest.approx(999 + to_come * 5.0)
-        remaining.validation_begins(1100, 55.0)
-        now = Timestamp(epoch=11, batch=1100)
-        assert remaining.seconds(now, 1.0, 60.0) == pytest.approx(900 + 9 * 5.0)
+    now = Timestamp(epoch=10, batch=1001, batch_in_epoch=1)
+    left = limits.seconds_left(start, now, 1.0, (1000, seconds))
+    assert left == pytest.approx(999 + seconds)
 
 
 def test_a_slowdown_is_followed(tmp_path: Path, clock: Clock) -> None:
@@ -231,35 +214,16 @@ def test_gradient_accumulation_is_included(tmp_path: Path, clock: Clock) -> None
     assert found == pytest.approx([BATCH * left for left in range(36, -1, -4)])
 
 
-def steps_left(schedule: dict[int, int], batches_per_epoch: int, max_steps: int) -> list[int]:
-    """The batches left after each step, simulated."""
-    steps, batch = [], 0
-    while len(steps) < max_steps:
-        epoch, within = divmod(batch, batches_per_epoch)
-        every = schedule[max(at for at in schedule if at <= epoch)]
-        batch += 1
-        if (within + 1) % every == 0 or within + 1 == batches_per_epoch:
-            steps.append(batch)
-    return [batch - each for each in steps]
-
-
-@pytest.mark.parametrize(
-    "schedule", [{0: 4, 1: 2, 2: 1}, {0: 3, 2: 5}, {1: 4, 3: 2}, {0: 2}], ids=str
-)
-@pytest.mark.parametrize("max_steps", [3, 24, 37])
-def test_an_accumulation_that_changes_is_included(
-    tmp_path: Path, clock: Clock, schedule: dict[int, int], max_steps: int
-) -> None:
-    """The steps left until max_steps are converted to batches with the number of each epoch."""
-    options = {"max_epochs": -1, "max_steps": max_steps}
-    fit = Records()
+def test_an_accumulation_that_changes_is_followed(tmp_path: Path, clock: Clock) -> None:
+    """With other numbers of batches per step the estimate uses their mean, and ends at 0."""
+    records, scheduler = Records(), GradientAccumulationScheduler({0: 4, 1: 2})
+    options = {"max_epochs": -1, "max_steps": 12, "logger": records}
     monitor = SpeedMonitor(time_unit="seconds")
-    scheduler = GradientAccumulationScheduler(dict(schedule))
-    trainer(tmp_path, monitor, scheduler, logger=fit, **options).fit(Timed(clock))
-    found = [seconds for _, seconds in fit.of(KEY)]
-    expected = [BATCH * left for left in steps_left({0: 1, **schedule}, 16, max_steps)]
-    assert found == pytest.approx(expected[-len(found) :])
-    assert len(found) >= max_steps - 1
+    trainer(tmp_path, monitor, scheduler, **options).fit(Timed(clock))
+    found = [seconds for _, seconds in records.of(KEY)]
+    assert found[:3] == pytest.approx([BATCH * left for left in (44, 40, 36)])
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == 0
 
 
 @pytest.mark.parametrize("every", [5, 16])

@@ -559,10 +559,10 @@ def log_of(reports: int, every: int = 1, ranks: int = 1) -> WindowLog:
     return found
 
 
-def report(batch: int, ranks: int = 1, columns: Columns = COLUMNS, at_end: bool = False) -> Report:
+def report(batch: int, ranks: int = 1, at_end: bool = False) -> Report:
     row = [batch * each for each in (1.0, 4.0, 1.0, 1.0, 7.0)]
     head = "train", batch - 1, Timestamp(batch=batch), at_end, 0
-    return Report(*head, columns, (), costs(batch), [row] * ranks if batch else ())
+    return Report(*head, 1, (), costs(batch), [row] * ranks if batch else ())
 
 
 def costs(batch: int) -> Totals:
@@ -587,9 +587,9 @@ def test_windows_are_differences_of_totals() -> None:
 def test_windows_have_no_samples_if_some_could_not_be_counted() -> None:
     """Their sum would be too small; the other columns remain."""
     columns = {**COLUMNS, "batch/uncounted_samples": 4}
-    log = WindowLog(report(0, columns=columns), columns, MOST)
+    log = WindowLog(report(0), columns, MOST)
     for batch in (1, 2):
-        log.add(report(batch, columns=columns))
+        log.add(report(batch))
     found = table(log)
     assert "samples" not in found
     assert found["timed_batches"] == [1.0, 1.0]
@@ -616,16 +616,6 @@ def test_the_end_of_a_stage_is_kept_if_it_has_new_batches() -> None:
         assert table(found)["last"] == kept
     found.add(report(last + 1, at_end=True))
     assert table(found)["last"][-1] == last
-
-
-def test_reports_with_other_columns_are_left_out() -> None:
-    """A callback that subscribes later does not break the table of windows."""
-    found = WindowLog(report(0), COLUMNS, MOST)
-    assert table(found) == {}
-    found.add(report(5, columns=Columns({name: COLUMNS[name] for name in NAMES[1:]})))
-    for batch in (10, 20):
-        found.add(report(batch))
-    assert table(found)["batches"] == [10, 10]
 
 
 def test_no_logger_gets_an_empty_row(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class UsesProfiler(L.Callback):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         assert isinstance(trainer.profiler, Notes)
-        assert compat.profiler_name(trainer) == "Notes"
+        assert type(trainer.profiler) is Notes
         trainer.profiler.note = "seen"
         with trainer.profiler.profile("mine") as name:
             assert name == "mine"
