@@ -482,14 +482,20 @@ def _show_changes(
     table.add_column(overflow="fold")  # names are never cut
     for heading in ("before", "now", "change", "95% interval"):
         table.add_column(heading, no_wrap=True)
+    step = _step(comparison)
     for change in _shown(comparison):
-        cells = _cells(change, comparison.changes[0].before)
+        cells = _cells(change, step)
         table.add_row(*cells, style="" if change.certain else "dim")
     if not console.is_terminal:  # a log of CI is wider than rich assumes
         console.width = max(console.width, 120)
     console.print(table)
     for note in notes:
         console.print(f"Note: {note}.", soft_wrap=True)
+
+
+def _step(comparison: Comparison) -> float:
+    """The time of a batch before, of which the changes of phases and culprits are shares."""
+    return next(each.before for each in comparison.changes if each.name == "batch")
 
 
 def _headline(slowdown: Change) -> str:
@@ -505,7 +511,7 @@ def _headline(slowdown: Change) -> str:
 
 def _shown(comparison: Comparison) -> Iterator[Change]:
     """All rates, and the phases and culprits that changed most."""
-    least = _LEAST_SHARE * comparison.changes[0].before
+    least = _LEAST_SHARE * _step(comparison)
     kinds = dict.fromkeys(("phase", "culprit"), 0)
     for change in comparison.changes:
         if change.kind in kinds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -128,25 +127,31 @@ def test_throughput_and_mfu_are_compared(
     assert "Note: peak_flops differs: 1 TFLOP/s before, 1.5 TFLOP/s now." in lines
 
 
-def test_times_per_sample_change_by_shares_of_themselves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("sizes", [(2, 8), (8, 2)])
+def test_changes_are_shares_of_what_they_are_about(
+    sizes: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """If batch sizes differ, the row has the change of the headline, not a share of a batch."""
+    """If batch sizes differ: times of themselves, and those of phases of the time per batch."""
     monkeypatch.setenv("COLUMNS", "200")
-
-    class Sleeps(Small):
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            time.sleep(0.004 + 0.002 * self.batch_size)  # longer per batch, shorter per sample
-            return super().training_step(batch, batch_idx)
-
-    for size in (1, 4):
+    for size in sizes:
         callbacks = [Timings(), SpeedMonitor(window_size=4)]
-        options = {"log_every_n_steps": 8, "max_epochs": 4}
-        trainer(tmp_path / str(size), *callbacks, **options).fit(Sleeps(batch_size=size))
-    _, lines, _ = compare(capsys, str(tmp_path / "4"), str(tmp_path / "1"))
-    (row,) = (line for line in lines if line.startswith("time per sample"))
-    change, interval = re.search(r"per sample, (\S+) \((.+)\)", lines[0]).groups()
-    assert row.endswith(f" {change} {interval}")
+        options = {"log_every_n_steps": 2, "max_epochs": 4}
+        trainer(tmp_path / str(size), *callbacks, **options).fit(Small(batch_size=size))
+    runs = [str(tmp_path / str(size)) for size in sizes]
+    _, lines, _ = compare(capsys, *runs)
+    _, out, _ = call(capsys, "compare", *runs, "--json")
+    changes = {each["name"]: each for each in json.loads(out)["changes"]}
+    whole = {"sample": changes["sample"]["before"], "batch": changes["batch"]["before"]}
+    for name, label in (("sample", "time per sample"), ("batch", "time per batch"), *zip(
+        ("forward", "backward"), ("forward", "backward"), strict=True
+    )):  # fmt: skip
+        (row,) = (line for line in lines if line.startswith(f"{label} "))
+        change = changes[name]["after"] - changes[name]["before"]
+        share = change / whole.get(name, whole["batch"])
+        assert f" {share:+.1%} " in row
 
 
 def test_short_runs_have_no_verdict(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:
