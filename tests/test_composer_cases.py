@@ -32,9 +32,9 @@ from lightning_perf import (
     SystemMetrics,
 )
 from lightning_perf.callbacks.speed_monitor import elapsed
-from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.core.progress import Limits, Moment, Timestamp
 from lightning_perf.core.time import Time, TimeUnit, ensure_time
+from lightning_perf.flops.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.run.signals import gigabytes
 from lightning_perf.schedule import Cyclic, Every
 from lightning_perf.system import Sampler

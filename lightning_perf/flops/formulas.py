@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_perf.checks import whole
-from lightning_perf.core.batch import parts
 from lightning_perf.errors import ConfigError
+from lightning_perf.flops.batch import tensors
 
 # Names of our fields in other configurations, in the order of lookup.
 _ALIASES = {
@@ -373,14 +373,6 @@ def _sizes(spec: Mapping[str, Any], module: object) -> tuple[TransformerConfig, 
 
 
 def _token_ids(batch: Any) -> Tensor | None:
-    tensors = list(_tensors(batch))
-    named = [one for name, one in tensors if name == "input_ids"]
-    return next(iter(named or [one for _, one in tensors if one.dtype in _WHOLE]), None)
-
-
-def _tensors(batch: Any, name: object = "") -> Iterator[tuple[object, Tensor]]:
-    """Yield all tensors of a batch with their keys."""
-    if isinstance(batch, Tensor):
-        yield name, batch
-    for key, part in parts(batch):
-        yield from _tensors(part, key)
+    found = [(name, each) for name, each in tensors(batch) if isinstance(each, Tensor)]
+    named = [one for name, one in found if name == "input_ids"]
+    return next(iter(named or [one for _, one in found if one.dtype in _WHOLE]), None)

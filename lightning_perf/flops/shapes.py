@@ -10,20 +10,18 @@ not counted are not predicted.
 
 from __future__ import annotations
 
-import copyreg
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from inspect import isroutine
 from itertools import product
 from math import isclose
 from numbers import Number
 from pathlib import PurePath
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -31,8 +29,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Size, Tensor
+from torch._C import DisableTorchFunctionSubclass
 
-from lightning_perf.core.batch import parts
+from lightning_perf.flops.batch import (
+    MOST_OBJECTS,
+    attributes,
+    container,
+    entries,
+    has_hidden_state,
+    shape_of,
+)
 from lightning_perf.flops.counter import Counts, mean
 
 if TYPE_CHECKING:
@@ -46,21 +52,23 @@ Signature = tuple[Any, ...]
 _LEAVES = (
     type(None), int, float, str, bytes, range, slice, type, ModuleType, Enum, date, time, timedelta,
     Decimal, PurePath, UUID, np.generic, torch.dtype, torch.device, torch.layout, weakref.ref,
-    Number,
+    Number, FunctionType, BuiltinFunctionType, MethodType,
 )  # fmt: skip
-_CONTAINERS = (list, tuple, deque, Mapping)
-#: Maximum number of objects to inspect per batch.
-_MOST_OBJECTS = 256
-#: The flag of classes that are created at run time.
-_HEAP_TYPE = 1 << 9
+#: Keys that count by their values, because their types do not define equality in Python.
+_KEYS = (type(None), bool, int, float, str, bytes)
+#: Packages whose arrays, such as an index of pandas, run no code of the user.
+_ARRAYS = ("pandas", "jaxlib", "cupy")
+#: Methods by which a class gives something else than its attributes.
+_ACCESS = ("__getitem__", "__getattr__")
 
 
 def signature(value: object) -> Signature:
     """Return a hashable description of the shapes and dtypes of all tensors in a value.
 
-    Walks lists, tuples, mappings, arrays and attributes of objects. Numbers, strings and similar
-    values count by type only: batches that differ in a number have the same signature. Objects that
-    cannot be inspected (iterators, objects without attributes) make the signature unique.
+    Walks lists, tuples, dicts, arrays and attributes of objects, without running the user's code.
+    Numbers, strings and similar values count by type only: batches that differ in a number have the
+    same signature. Objects that cannot be inspected (iterators, objects without attributes) make
+    the signature unique.
     """
     description: list[Any] = []
     _describe(value, description, set())
@@ -68,47 +76,63 @@ def signature(value: object) -> Signature:
 
 
 def _describe(value: Any, description: list[Any], seen: set[int]) -> None:
-    kind = type(value)
+    kind: Any = type(value)
     description.append(kind)
-    if isinstance(value, Tensor):
-        # A nested tensor has no shape; its cost depends on the number of elements.
-        description += (value.dtype, Size([value.numel()]) if value.is_nested else value.shape)
-    elif isinstance(value, _CONTAINERS):
-        items = [*parts(value)]
+    if issubclass(kind, Tensor):
+        description += _dtype_and_size(value)
+    elif container(kind) is not None:
+        items = entries(value)
         description.append(len(items))
-        for key, item in items:
-            description.append(key)
+        for key, item in items.items():
+            description.append(_describable(key))
             _describe(item, description, seen)
         if kind not in (list, tuple, dict):
-            for name, attribute in getattr(value, "__dict__", {}).items():
-                if isinstance(attribute, Tensor):
+            for name, attribute in attributes(value).items():
+                if issubclass(type(attribute), Tensor):
                     description.append(name)
                     _describe(attribute, description, seen)
-    elif isinstance(value, np.ndarray) or _is_array(value, kind):
+    elif issubclass(kind, np.ndarray) or _is_array(value, kind):
         _describe_array(value, description, seen)
-    elif not isinstance(value, _LEAVES) and not isroutine(value):
+    elif not issubclass(kind, _LEAVES):
         _describe_object(value, description, seen)
+
+
+def _describable(key: Any) -> object:
+    """Return a key, or its type if comparing keys may run the user's code."""
+    parts = key if type(key) is tuple else (key,)
+    return key if all(type(part) in _KEYS for part in parts) else type(key)
+
+
+def _dtype_and_size(value: Any) -> tuple[Any, ...]:
+    kind: Any = Tensor
+    with DisableTorchFunctionSubclass():
+        # A nested tensor has no shape; its cost depends on the number of elements.
+        nested = kind.is_nested.__get__(value)
+        return kind.dtype.__get__(value), Size([kind.numel(value)]) if nested else shape_of(value)
 
 
 def _is_array(value: Any, kind: type) -> bool:
     """Whether an object converts to one NumPy array, as an index of pandas does."""
     return (
-        hasattr(kind, "__array__")
-        and not isinstance(value, np.generic)
+        str(kind.__module__).startswith(_ARRAYS)
+        and hasattr(kind, "__array__")
         and isinstance(getattr(value, "shape", None), tuple)
-        and not isinstance(getattr(value, "dtype", None), torch.dtype | None)
+        and getattr(value, "dtype", None) is not None
     )
 
 
-def _describe_array(array: Any, description: list[Any], seen: set[int]) -> None:
+def _describe_array(value: Any, description: list[Any], seen: set[int]) -> None:
+    array: Any = value
+    if issubclass(type(value), np.ndarray):
+        array = np.ndarray.view(value, np.ndarray)
     description += (array.dtype, Size(array.shape))
     if not getattr(array.dtype, "hasobject", False):
         return
     # Strings in most cases, but any of them may be a tensor.
-    if array.dtype != object or array.size > _MOST_OBJECTS or id(array) in seen:
+    if array.dtype != object or array.size > MOST_OBJECTS or id(value) in seen:
         description.append(object())
         return
-    seen.add(id(array))
+    seen.add(id(value))
     for item in np.asarray(array).flat:
         _describe(item, description, seen)
 
@@ -118,24 +142,18 @@ def _describe_object(value: Any, description: list[Any], seen: set[int]) -> None
     if id(value) in seen:  # already described, or a cycle
         return
     seen.add(id(value))
-    attributes = None if isinstance(value, Iterator) else _attributes(value)
-    if attributes is None or len(seen) > _MOST_OBJECTS:
+    kind: Any = type(value)
+    before = len(description)
+    if issubclass(kind, Iterator) or has_hidden_state(kind) or len(seen) > MOST_OBJECTS:
         description.append(object())
         return
-    description += attributes
-    for attribute in attributes.values():
-        _describe(attribute, description, seen)
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """Return all attributes of an object, or None if it may have hidden state."""
-    own = getattr(value, "__dict__", None)
-    for base in type(value).__mro__[:-1]:
-        # Classes written in C may have hidden state; Python classes have slots or a dictionary.
-        if not base.__flags__ & _HEAP_TYPE or (own is None and "__slots__" not in vars(base)):
-            return None
-    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-    return {**(own or {}), **{name: getattr(value, name, None) for name in slots}}
+    parts = attributes(value)
+    description += parts
+    for part in parts.values():
+        _describe(part, description, seen)
+    known = any(type(each) is Size for each in description[before:])
+    if not known and any(hasattr(kind, name) for name in _ACCESS):
+        description.append(object())
 
 
 # The exponents of the variables.

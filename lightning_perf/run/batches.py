@@ -8,9 +8,10 @@ from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
-from lightning_perf.core.batch import checked_count, counter_for, get_num_samples, get_num_tokens
 from lightning_perf.errors import warn
+from lightning_perf.flops.batch import checked_count, counter_for, get_num_samples, get_num_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,6 +29,10 @@ _ALL_SLOWED = (
     "batches down. Throughput is a lower bound, and MFU is not reported."
 )
 
+
+_DEFINE = (
+    "define get_num_{}_in_batch(batch) -> int on the LightningModule or the LightningDataModule."
+)
 
 _Counter = Callable[[Any], int]
 _INFERRED: dict[str, _Counter] = {
@@ -286,12 +291,12 @@ class BatchCounter:
         # By stage: what counts its samples.
         self._found: dict[str, _Counter] = {}
         self._stage = ""
-        self._size: Callable[[], int | None] = lambda: None
+        self._size: Callable[[], tuple[int | None, bool]] = lambda: (None, False)
         # Batches that are compared with the size: one may be the last of its epoch.
         self._tries = 0
 
-    def enter(self, stage: str, size: Callable[[], int | None]) -> None:
-        """Batches of a stage follow, whose data loaders have a size by the first of them."""
+    def enter(self, stage: str, size: Callable[[], tuple[int | None, bool]]) -> None:
+        """Batches of a stage follow. ``size`` gives `run.compat.batch_size` during each of them."""
         if self._infers:
             self._stage, self._size = stage, size
             self._tries = 0 if stage in self._found else _TRIES
@@ -304,10 +309,20 @@ class BatchCounter:
     def _choose(self, batch: Any) -> None:
         """Find out what counts the samples of this stage."""
         self._tries -= 1
-        size = self._size()
-        if size and (counter := counter_for(batch, size)) is not None:
+        size, full = self._size()
+        if not size:
+            return
+        if (counter := counter_for(batch, size, full)) is not None:
             self._tries, self._found[self._stage] = 0, counter
             self._use(counter)
+        elif full and size > 1 and "size" not in self._warned:
+            samples = self._try(self._samples, "samples", batch)
+            if samples:
+                self._warned.add("size")
+                warn(
+                    f"a batch counts as {samples} samples, but its data loader has batch_size="
+                    f"{size}. If this is wrong, {_DEFINE.format('samples')}"
+                )
 
     def count(self, batch: Any) -> tuple[int | None, int | None]:
         """Return the samples and tokens of a batch; None if unknown, 0 if not tracked."""
@@ -316,13 +331,12 @@ class BatchCounter:
         if self._inferred and (type(batch) is list or type(batch) is tuple):
             # The common case, tensors of one length: same result as the general rules, but faster.
             try:
-                size: int = batch[0].shape[0]
                 for part in batch:
-                    if part.shape[0] != size:
+                    if type(part) is not Tensor or part.shape[0] != batch[0].shape[0]:
                         break
                 else:
-                    return size, 0
-            except (AttributeError, IndexError, TypeError, RuntimeError):  # no shape
+                    return batch[0].shape[0], 0
+            except (IndexError, RuntimeError):  # no dimensions
                 pass
         if batch is None:  # a batch that the data loader skips
             return 0, 0
@@ -337,8 +351,7 @@ class BatchCounter:
                 self._warned.add(what)
                 warn(
                     f"cannot count the {what} of a batch ({type(error).__name__}: {error}): {what} "
-                    f"per second are not reported. Define get_num_{what}_in_batch(batch) -> int on "
-                    "the LightningModule or the LightningDataModule."
+                    f"per second are not reported. D{_DEFINE[1:].format(what)}"
                 )
             return None
 

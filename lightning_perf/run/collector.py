@@ -19,6 +19,7 @@ from lightning_perf.core.progress import Moment
 from lightning_perf.diagnosis.rules import without_none
 from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Setup, Signals, Step
 from lightning_perf.flops import is_compiled
+from lightning_perf.flops.batch import attributes
 from lightning_perf.run import compat
 from lightning_perf.timing.clock import GcTimer, run_queue
 from lightning_perf.timing.totals import Action, Cost, Totals
@@ -242,15 +243,16 @@ def _setup(context: Run) -> Setup:
 
 
 def _loader(loader: Any) -> Loader | None:
-    pipeline = getattr(loader, "pipeline", None)
-    if isinstance(pipeline, list) and pipeline:  # webdataset's WebLoader begins with a DataLoader
-        loader = pipeline[0]
-    if not hasattr(loader, "num_workers"):
+    own = attributes(loader)
+    pipeline = own.get("pipeline")
+    if type(pipeline) is list and pipeline:  # webdataset's WebLoader begins with a DataLoader
+        loader, own = pipeline[0], attributes(pipeline[0])
+    if "num_workers" not in own:
         return None
     return Loader(
-        num_workers=int(loader.num_workers),
+        num_workers=int(own["num_workers"]),
         batch_size=compat.loader_batch_size(loader),
-        pin_memory=bool(getattr(loader, "pin_memory", False)),
-        persistent_workers=bool(getattr(loader, "persistent_workers", False)),
-        iterable=isinstance(getattr(loader, "dataset", None), IterableDataset),
+        pin_memory=bool(own.get("pin_memory")),
+        persistent_workers=bool(own.get("persistent_workers")),
+        iterable=issubclass(type(own.get("dataset")), IterableDataset),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from lightning_perf.core.progress import Limits, Ranks
 from lightning_perf.flops import device_name, is_compiled
+from lightning_perf.flops.batch import attributes
 from lightning_perf.patches import MethodPatch
 
 if TYPE_CHECKING:
@@ -351,24 +351,40 @@ def validation_loader(trainer: Trainer) -> Any:
     return _first_loader(validation_loop(trainer))
 
 
-def batch_size(trainer: Trainer, stage: str, nested: bool) -> int | None:
-    """Return the samples of the first batch of a stage, if all its data loaders give as many."""
-    sizes = {_first_batch_size(loader) for loader in _loaders(_loop_of(trainer, stage, nested))}
-    return sizes.pop() if len(sizes) == 1 else None
+#: Modules of classes whose length runs no code of the user.
+_SIZED = (
+    "builtins", "torch.utils.data.sampler", "torch.utils.data.distributed",
+    "torch.utils.data.dataset", *PACKAGES,
+)  # fmt: skip
+
+
+def batch_size(trainer: Trainer, stage: str, nested: bool) -> tuple[int | None, bool]:
+    """Return the samples of a batch, if all data loaders of a stage give as many.
+
+    And whether the current batch certainly has so many: the last one of an epoch may have fewer.
+    """
+    loop = _loop_of(trainer, stage, nested)
+    loaders = _loaders(loop)
+    sizes = {_first_batch_size(loader) for loader in loaders}
+    progress = getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
+    full = len(loaders) == 1 and not getattr(progress, "is_last_batch", True)
+    return sizes.pop() if len(sizes) == 1 else None, full
 
 
 def _first_batch_size(loader: Any) -> int | None:
     size = loader_batch_size(loader)
-    with suppress(Exception):  # unsized data has a sampler without a length
-        return size and min(size, len(loader.sampler))
-    return size
+    sampler: Any = attributes(loader).get("sampler")
+    # The length of another class is the user's code, which may draw random numbers.
+    counted = sampler, attributes(sampler).get("data_source", ())
+    known = sampler is not None and all(type(one).__module__.startswith(_SIZED) for one in counted)
+    return min(size, len(sampler)) if size and known else size
 
 
 def loader_batch_size(loader: Any) -> int | None:
     """Return the batch size of a DataLoader or of its batch sampler."""
-    owners = loader, getattr(loader, "batch_sampler", None)
-    sizes = (getattr(owner, "batch_size", None) for owner in owners)
-    return next((size for size in sizes if isinstance(size, int)), None)
+    own = attributes(loader)
+    sizes = (each.get("batch_size") for each in (own, attributes(own.get("batch_sampler"))))
+    return next((size for size in sizes if type(size) is int), None)
 
 
 def _loop_of(trainer: Trainer, stage: str, nested: bool) -> Any:

@@ -113,6 +113,20 @@ def test_objects_are_inspected(make):
     assert signature(make(torch.zeros(2, 3))) != signature(make(torch.zeros(3, 2)))
 
 
+class Loads:
+    """Its tensors are not in its attributes."""
+
+    path = "x.pt"
+
+    def __getitem__(self, key):
+        return torch.load(self.path)
+
+
+class OwnList(list):
+    def __iter__(self):
+        return iter([torch.zeros(2)])
+
+
 @pytest.mark.parametrize(
     "hidden",
     [
@@ -122,8 +136,10 @@ def test_objects_are_inspected(make):
         {1},
         np.array([None] * 300),
         [Plain(1) for _ in "a" * 300],
+        Loads(),
+        OwnList(),
     ],
-    ids=["iterator", "generator", "memory", "set", "objects", "too many"],
+    ids=["iterator", "generator", "memory", "set", "objects", "too many", "loads", "own list"],
 )
 def test_objects_that_cannot_be_inspected_are_always_new(hidden):
     """Two batches never count as equal if one may contain something that the other does not."""

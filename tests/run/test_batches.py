@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.small import FLOPS_PER_SAMPLE, Records, Small, trainer
+from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_perf import SpeedMonitor, WindowCallback
 from lightning_perf.core.window import Window
@@ -190,3 +191,49 @@ def test_samples_are_inferred_from_the_batch_size_of_the_loader(
     else:
         run.predict(Lists(), loader)
     assert [record.samples for record in keeps.records] == expected
+
+
+def first_time(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Time is the first dimension, samples the second one."""
+    x = torch.stack(rows, 1)
+    return x, x[:, :, 0]
+
+
+def packed(rows: list[Tensor]) -> dict[str, Tensor]:
+    ids = torch.cat([row[: 3 + n] for n, row in enumerate(rows)])[:, 0].long()
+    lengths = torch.arange(3, 3 + len(rows))
+    return {"input_ids": ids, "cu_seqlens": torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()}
+
+
+def flattened(rows: list[Tensor]) -> dict[str, Tensor]:
+    """As transformers.DataCollatorWithFlattening."""
+    positions = torch.cat([torch.arange(3 + n) for n, _ in enumerate(rows)])[None]
+    return {"input_ids": torch.ones_like(positions), "position_ids": positions}
+
+
+class Unsized(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.ones(11, 5)] * 10)
+
+
+@pytest.mark.parametrize("collate", [first_time, packed, flattened])
+@pytest.mark.parametrize("data", [[torch.ones(11, 5)] * 10, Unsized()], ids=["list", "unsized"])
+def test_samples_elsewhere_than_in_the_first_dimension(
+    tmp_path: Path, collate: Any, data: Any
+) -> None:
+    """Where a full batch contradicts the batch size of its loader, something else is counted."""
+    keeps = RecordKeeper()
+    loader = DataLoader(data, 4, collate_fn=collate)
+    trainer(tmp_path, keeps, logger=Records(), limit_val_batches=0).fit(Lists(), loader)
+    assert [record.samples for record in keeps.records] == [4, 4, 2]
+
+
+def test_a_batch_size_that_the_batches_contradict_gives_one_warning(tmp_path: Path) -> None:
+    """The first dimension is counted, and the warning says what to define."""
+    keeps = RecordKeeper()
+    loader = DataLoader([torch.ones(11, 5)] * 10, 4, collate_fn=torch.cat)  # type: ignore[arg-type]
+    run = trainer(tmp_path, keeps, logger=Records(), limit_val_batches=0, max_epochs=2)
+    with pytest.warns(UserWarning, match=r"44 samples.*batch_size=4.*get_num_samples") as caught:
+        run.fit(Lists(), loader)
+    assert len(ours(caught)) == 1
+    assert [record.samples for record in keeps.records] == 2 * [44, 44, 22]

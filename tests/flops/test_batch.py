@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_perf.core.batch import checked_count, get_num_samples, get_num_tokens
+from lightning_perf.flops.batch import checked_count, get_num_samples, get_num_tokens
 
 IDS = torch.zeros(4, 512, dtype=torch.long)
 IMAGE, LABEL = torch.zeros(4, 3, 8, 8), torch.zeros(4)
@@ -34,29 +34,47 @@ class Columns:
     shape = (2,)
 
 
+class Store:
+    """Like torch_geometric's storage."""
+
+    def __init__(self, **mapping):
+        self._mapping = mapping
+
+
 class Graphs:
     """Like torch_geometric's Batch: its tensors count nodes and edges."""
 
-    num_graphs = 4
-    x = torch.zeros(11, 3)
+    def __init__(self):
+        self.__dict__["_store"] = Store(x=torch.zeros(11, 3))
+        self._store._num_graphs = 4
 
 
 class Neighbours:
     """Like what torch_geometric's NeighborLoader gives: four nodes and their neighbours."""
 
-    batch_size = 4
-    x = torch.zeros(11, 3)
+    def __init__(self):
+        self.__dict__["_store"] = Store(x=torch.zeros(11, 3), batch_size=4)
 
 
-@dataclass
-class Molecules:
-    """Like chemprop's BatchMolGraph: its tensors count atoms and bonds, its length molecules."""
+class Rows:
+    """An object of the user."""
+
+    __slots__ = ("x", "y")
+
+    def __init__(self):
+        self.x, self.y = LABEL, {"image": IMAGE}
+
+
+@dataclass(slots=True)
+class BatchMolGraph:
+    """Like chemprop's: its tensors count atoms and bonds, its length molecules."""
 
     atoms: torch.Tensor
     bonds: torch.Tensor
+    __size: int = 4
 
     def __len__(self):
-        return 4
+        return self.__size
 
 
 class Encoding(UserDict):
@@ -90,7 +108,9 @@ class Encoding(UserDict):
         {"x": IMAGE, "n": torch.tensor(1)},
         Graphs(),
         Neighbours(),
-        (Molecules(torch.zeros(11, 3), torch.zeros(20, 2)), None, LABEL),
+        Rows(),
+        {"x": Rows()},
+        (BatchMolGraph(torch.zeros(11, 3), torch.zeros(20, 2)), None, LABEL),
         {"x": PACKED, "y": LABEL},
         torch.nested.nested_tensor([torch.zeros(n) for n in (1, 2, 3, 4)], layout=torch.jagged),
     ],
