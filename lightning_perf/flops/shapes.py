@@ -70,8 +70,33 @@ def signature(value: object) -> Signature:
     same signature. Objects that cannot be inspected (iterators, objects without attributes) make
     the signature unique.
     """
+    if (plain := _plain_signature(value)) is not None:
+        return plain
     description: list[Any] = []
     _describe(value, description, set())
+    return tuple(description)
+
+
+def _plain_signature(value: Any) -> Signature | None:
+    """The signature of a tensor, or of a list, tuple or dict of tensors; None for other values.
+
+    In one function, since it is called at every batch.
+    """
+    kind = type(value)
+    description: list[Any] = [kind]
+    if kind is tuple or kind is list:
+        description.append(len(value))
+    elif kind is dict:
+        description += map(_describable, value)
+        value = value.values()
+    elif kind is Tensor:
+        description, value = [], (value,)
+    else:
+        return None
+    for item in value:
+        if type(item) is not Tensor or item.is_nested:
+            return None
+        description += (item.dtype, item.shape)
     return tuple(description)
 
 
