@@ -55,8 +55,9 @@ class FlopMeter:
     copy, so that it stays compiled. Some batches of known signatures are counted again, because
     those of a model with random structure differ; a counted batch has its own FLOPs, others have
     the mean. Counting is repeated when layers are frozen or unfrozen between epochs, when an epoch
-    runs no backward, or when the start of an epoch or one batch in 40 to 200 shows another cost. After enough signatures,
-    the FLOPs of new ones are predicted. Data loaders of validation are counted by themselves.
+    runs no backward, or when the start of an epoch or one batch in 40 to 200 shows another cost.
+    After enough signatures, the FLOPs of new ones are predicted. Data loaders of validation are
+    counted by themselves.
     """
 
     def __init__(
