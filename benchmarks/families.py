@@ -28,7 +28,7 @@ from lightning_perf.flops.operators import grouped_product, plain_convolution
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BATCH, LENGTH, MOST_PARAMETERS = 2, 32, 20_000_000
 #: Sizes, by the names that configurations have for them.
-SIZES: dict[str, Any] = {
+SIZES: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"), 64),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "encoder_ffn_dim",
@@ -45,9 +45,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ("num_key_value_heads", "num_experts_per_tok", "moe_topk", "moe_top_k", "eos_token_id"), 2
     ),
-    **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window"), 64
-    ),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "sliding_window"), 64),
     "head_dim": 16, "rotary_dim": 16, "vocab_size": 128, "moe_intermediate_size": 32,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "pad_token_id": 0,
     "bos_token_id": 1,
@@ -100,15 +98,9 @@ class Row:
 def configuration(kind: type[Any]) -> Any:
     """A configuration of a family with small sizes."""
     usual = kind()
-    sizes: dict[str, Any] = {
-        name: size
-        for name, size in SIZES.items()
-        if hasattr(usual, name) and isinstance(getattr(usual, name), int | None)
+    sizes = {
+        name: size for name, size in SIZES.items() if isinstance(getattr(usual, name, None), int)
     }
-    if kind.model_type == "falcon":  # its width per head follows from the others
-        del sizes["head_dim"]
-    if kind.model_type == "gpt_neo":
-        sizes["attention_types"] = [[["global", "local"], 1]]
     if getattr(usual, "layer_types", None):
         sizes["layer_types"] = usual.layer_types[:2]
     config = kind(**sizes)
