@@ -467,8 +467,8 @@ def schedules(draw: st.DrawFn) -> tuple[Callable[[int], int], float]:
         st.sampled_from(
             [
                 (lambda n: base, 0),
-                # A few cycles more or less.
-                (lambda n: base + more * (n % every == every - 1), 4 * more),
+                # Some cycles more or less: the first batches are the least typical ones.
+                (lambda n: base + more * (n % every == every - 1), 7 * more),
                 (lambda n: base + more * (n // 16 >= start), 0),
                 (lambda n: base + more * (n // 16 // (3 + start)), 0),
                 # Unknown until the next epoch begins.
