@@ -336,9 +336,16 @@ _MOST_COSTS = 4096
 #: first one shows whether the very first batch did more, such as logging images. Ten more contain
 #: one of each tenth, as a GAN may train its generator; 30 is a multiple of most such numbers.
 _RECOUNTS, _MORE_RECOUNTS = 11, 31
+#: Known batches between the first one that is counted again and the others, as short runs have two
+#: counts only. With manual optimization one batch often trains another network than the next one.
+_PAUSE = {True: 0, False: 16}
 #: Batches before one is counted to see whether costs have changed: at first and after a change, and
-#: at most. They double after each one that shows no change.
-_CHECKED_AFTER, _CHECKED_EVERY = 40, 200
+#: at most, by manual optimization. They double after each one that shows no change. 61 batches from
+#: one to the next have no common divisor with the numbers of batches that cycles usually have.
+_CHECKED_AFTER, _CHECKED_EVERY = 40, {True: 60, False: 200}
+#: The last part of the signature of the first batch of an epoch, which often does more than others,
+#: such as logging images, and how many of them are counted: at first and after a change.
+_FIRST, _FIRSTS = "first", 16
 #: At most one batch in 20 is counted, after the first 30 counted ones.
 _PER_COUNT, _FREE = 20, 30 * 20
 
@@ -349,8 +356,10 @@ class FlopCache:
 
     #: Batches without FLOPs that are still counted before counting is given up.
     tries: int
-    #: Batches between the first one that is counted again and the others.
-    pause: int = 0
+    #: Whether the module optimizes manually.
+    manual: bool = False
+    #: Skipped batches since the last one whose FLOPs were counted.
+    skips: int = 0
     counts: dict[Signature, Counts] = field(default_factory=dict)
     costs: dict[Signature, BatchCost] = field(default_factory=dict)
     predictor: FlopModel | None = None
@@ -366,6 +375,8 @@ class FlopCache:
     # Batches so far, and those that were counted.
     _batches: int = 0
     _counted: int = 0
+    # First batches of epochs that were counted since the last change.
+    _firsts: int = 0
     # The batch after which one of a counted signature is counted again.
     _due: int = 0
     #: Predictions since the last one that was verified.
@@ -374,7 +385,8 @@ class FlopCache:
     def cost(self, signature: Signature) -> BatchCost | None:
         """Return the cost of a signature, or None if it is new or must be counted again."""
         self._batches += 1
-        if self._batches > self._due and signature in self._samples:
+        due = self._batches > self._due and signature[-1:] != (_FIRST,)
+        if due and signature in self._samples:
             return None
         return self.costs.get(signature)
 
@@ -386,6 +398,9 @@ class FlopCache:
         averaged.
         """
         self._counted += 1
+        self.skips = 0
+        if signature[-1:] == (_FIRST,):
+            return self._count_first(signature, counts)
         known = self._samples.get(signature)
         if known and not self._recounting and not self._expected(known, counts):
             self._forget()
@@ -396,7 +411,7 @@ class FlopCache:
             if not self._recounting:
                 self._wait(self._gap)
             elif self._recounts == 1 and not self._differ:
-                self._wait(self.pause)
+                self._wait(_PAUSE[self.manual])
         elif samples:
             self._wait(self._gap)
             if 2 * len(samples) > self._recounts:
@@ -412,10 +427,30 @@ class FlopCache:
         self.counts[signature] = mean(_cycles(samples[left_out:]))
         return self.counts[signature]
 
-    def steady(self, signature: Signature) -> bool:
-        """Whether a signature's batches after the first one cost the same; not if this is full."""
+    def first(self, signature: Signature) -> Signature:
+        """Return the signature of an epoch's first batch: its own if other batches cost the same.
+
+        Its cost is dropped if it must be counted.
+        """
         samples = [] if self.full else self._samples.get(signature, [])
-        return bool(samples) and all(one.model == samples[-1].model for one in samples[1:])
+        if not samples or any(one.model != samples[-1].model for one in samples[1:]):
+            return signature
+        signature = (*signature, _FIRST)
+        allowed = _PER_COUNT * self._counted - _FREE <= self._batches < self._due
+        if allowed and self._firsts < _FIRSTS:
+            self.costs.pop(signature, None)
+        return signature
+
+    def _count_first(self, signature: Signature, counts: Counts) -> Counts:
+        """Return the mean of the first batches; if this one is new, the next one is checked."""
+        self._firsts += 1
+        samples = self._samples.setdefault(signature, [])
+        others = self._samples[signature[:-1]]
+        if all(one.model != counts.model for one in (others[-1], *samples)):
+            self._wait(0)
+        samples.append(counts)
+        self.counts[signature] = mean(samples)
+        return self.counts[signature]
 
     @property
     def full(self) -> bool:
@@ -424,7 +459,7 @@ class FlopCache:
 
     def skip(self) -> None:
         """A batch was skipped, at an unknown cost: some of the next may be, too."""
-        self.tries -= not self.counts
+        self.skips += 1
         self._differ = True
         self._wait(0)
 
@@ -442,7 +477,7 @@ class FlopCache:
         few = self._differ and 2 * len(samples) <= self._recounts
         if not (unique or few or any(counts.model == sample.model for sample in samples)):
             return False
-        self._changes, self._gap = 0, min(2 * self._gap, _CHECKED_EVERY)
+        self._changes, self._gap = 0, min(2 * self._gap, _CHECKED_EVERY[self.manual])
         return True
 
     def _wait(self, batches: int) -> None:
@@ -454,7 +489,7 @@ class FlopCache:
         for known in (self.counts, self.costs, self._samples):
             known.clear()
         self.predictor, self.fitted_at = None, 0
-        self._due, self._recounts, self._differ = 0, 0, False
+        self._due, self._recounts, self._firsts, self._differ = 0, 0, 0, False
         self._changes, self._gap = self._changes + 1, _CHECKED_AFTER
 
     def predict(self, signature: Signature) -> Counts | None:

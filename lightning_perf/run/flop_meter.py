@@ -39,12 +39,8 @@ _STEPS = {
     "test": "test_step",
     "predict": "predict_step",
 }
-#: The first training batches may be skipped; other stages may have no products at all.
+#: Training batches without FLOPs, or that were skipped, that are counted before the first others.
 _TRIES = 8
-#: Batches of known shapes between the first one that is counted again and the others. With manual
-#: optimization one batch often trains another network than the next one; otherwise short runs have
-#: two counts.
-_PAUSE = {False: 0, True: 16}
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
 _UNTRACKED = "lightning_perf: FLOPs of these operators are unknown and not counted: %s."
@@ -59,8 +55,9 @@ class FlopMeter:
     copy, so that it stays compiled. Some batches of known signatures are counted again, because
     those of a model with random structure differ; a counted batch has its own FLOPs, others have
     the mean. Counting is repeated when layers are frozen or unfrozen between epochs, when an epoch
-    runs no backward, or when one batch in 40 to 200 shows another cost. After enough signatures,
-    the FLOPs of new ones are predicted. Data loaders of validation are counted by themselves.
+    runs no backward, or when the start of an epoch or one batch in 40 to 200 shows another cost.
+    After enough signatures, the FLOPs of new ones are predicted. Data loaders of validation are
+    counted by themselves.
     """
 
     def __init__(
@@ -152,9 +149,8 @@ class FlopMeter:
             if self._cache is None:
                 self._cache = self._find_cache()
             self._signature = signature(batch)
-            # The first batch of an epoch or a validation often does more, such as logging images.
-            if first and self._cache.steady(self._signature):
-                self._signature += ("first",)
+            if first:
+                self._signature = self._cache.first(self._signature)
             self.work = self._cache.cost(self._signature)
             if self.work is None:
                 self._find_cost(self._cache, batch, arguments[1:])
@@ -173,10 +169,10 @@ class FlopMeter:
         """Return the costs of this stage, of its trainable parameters and its data loader."""
         train = self._stage == "train"
         trainable = tuple(each.requires_grad for each in self.module.parameters())
-        pause = _PAUSE[self.module.automatic_optimization or not train]
+        manual = train and not self.module.automatic_optimization
         loader = 0 if train else self._loader
         key = self._stage, trainable, loader, compat.skips_backward(self._trainer)
-        return self._caches.setdefault(key, FlopCache(_TRIES if train else 1, pause))
+        return self._caches.setdefault(key, FlopCache(_TRIES if train else 1, manual))
 
     def _find_cost(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         """Predict the cost of a batch with a new signature, or start counting it."""
@@ -189,8 +185,8 @@ class FlopMeter:
                 f"the FLOPs of batches with new shapes could not be predicted from {MOST_COUNTED} "
                 "counted ones: such batches are excluded from mfu."
             )
-        elif not cache.tries:
-            pass
+        elif not cache.tries or (cache.skips >= _TRIES and self.skipped):
+            pass  # there is nothing to count, or not before a batch that is not skipped
         elif self._compiled:
             self._count_on_shadow(cache, batch, arguments)
         else:
@@ -278,11 +274,13 @@ class FlopMeter:
         if known or (counts.model_flops and not skipped):
             kind = (*self._signature, _SKIPPED) if skipped else self._signature
             cache.store(kind, self.peaks.cost_of(cache.count(kind, counts)))
-        elif cache.tries:
+            self.work = self.peaks.cost_of(counts)
+        elif skipped:
             cache.skip()
+        elif not cache.counts:
+            cache.tries -= 1
             if not cache.tries and self._stage == "train":
                 warn(f"no FLOPs were found in the first batches: mfu is not reported. {_DEFINE}")
-        self.work = self.peaks.cost_of(counts) if known or counts.model_flops or skipped else None
 
     def _declared_work(self, batch: Any) -> BatchCost | None:
         try:

@@ -17,8 +17,11 @@ from helpers.small import (
     Records,
     Small,
     TwoOptimizers,
+    ours,
     trainer,
 )
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -30,11 +33,12 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import ConcatDataset, DataLoader
 
-from lightning_perf import Flops, WindowCallback
+from lightning_perf import Flops, PerfWarning, WindowCallback
 from lightning_perf.core.window import Window, utilization
 from lightning_perf.flops.counter import Counts, FlopCounter
 from lightning_perf.flops.peaks import BatchCost
 from lightning_perf.flops.shapes import FlopCache
+from lightning_perf.run import flop_meter
 from lightning_perf.run.callback import PerfCallback
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)  # of one sample, without a gradient
@@ -159,7 +163,7 @@ def test_layers_that_only_some_batches_use_count_with_their_share(
 def test_few_batches_of_one_cost_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two, one that begins an epoch, ten after sixteen others, and then ever fewer."""
+    """The first two, ten after sixteen others, and those that begin an epoch."""
     started: list[int] = []
     monkeypatch.setattr(
         "lightning_perf.run.flop_meter.FlopCounter",
@@ -167,7 +171,7 @@ def test_few_batches_of_one_cost_are_counted(
     )
     run = trainer(tmp_path, Flops(peak_flops=1e9), max_epochs=10)
     run.fit(Small())
-    assert started == [0, 1, 16, *range(18, 28), 68, 149]
+    assert started == [0, 1, 16, *range(18, 28), *sorted([68, 149, *range(32, 160, 16)])]
 
 
 class Orthogonal(torch.optim.SGD):
@@ -378,6 +382,120 @@ def test_extra_work_of_the_first_batch_of_each_epoch(tmp_path: Path, every: int 
     assert log.mean == pytest.approx(expected, abs=extra / 400)  # one such batch of 400
 
 
+class Scheduled(Small):
+    """Runs as many further forwards in each batch as a function of its number says.
+
+    Skips the batch after them if the function returns a negative number.
+    """
+
+    def __init__(self, extra: Callable[[int], int], compiled: bool = False) -> None:
+        super().__init__()
+        self.extra, self.batches = extra, 0
+        if compiled:
+            self.net.compile(backend="eager")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        extra = self.extra(self.batches)
+        with torch.no_grad():
+            for _ in range(abs(extra)):
+                self.net(batch[0])
+        return None if extra < 0 else super().training_step(batch, batch_idx)
+
+    def cost(self, batch: int) -> int:
+        """The FLOPs of a batch."""
+        extra = self.extra(batch)
+        return 4 * (abs(extra) * FORWARD + (extra >= 0) * FLOPS_PER_SAMPLE)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_work_that_changes_with_the_epoch_is_found_at_once(tmp_path: Path, compiled: bool) -> None:
+    """As in progressive resizing: three times the FLOPs in each second epoch."""
+    known, model = Known("1000ba"), Scheduled(lambda n: 5 * 3 ** (n // 32), compiled)
+    trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=8).fit(model)
+    assert known.mean == pytest.approx(sum(map(model.cost, range(128))) / 128)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("first", [1, 20, 100])
+def test_a_warm_up_of_skipped_batches_ends_nothing(
+    tmp_path: Path, records: Records, first: int, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLOPs are known from the second batch with a loss on, at the latest."""
+    started: list[int] = []
+    for name in ("FlopCounter", "count_on_shadow"):
+        real = getattr(flop_meter, name)
+
+        def counts(*args: Any, real: Any = real) -> Any:
+            started.append(model.batches)
+            return real(*args)
+
+        monkeypatch.setattr(flop_meter, name, counts)
+    known, model = Known("1000ba"), Scheduled(lambda n: -2 if n < first else 0, compiled)
+    flops = Flops("1ba", peak_flops=1e9)
+    trainer(tmp_path, known, flops, logger=records, max_epochs=10).fit(model)
+    assert len([batch for batch in started if batch < first]) == min(first, 8)
+    values = [value for _, value in records.of("batch_flops")]
+    assert {known.mean, *values} == {4 * FLOPS_PER_SAMPLE}
+    assert len(values) >= 160 - first - 1
+
+
+def test_batches_with_a_loss_but_without_flops_give_one_warning(
+    tmp_path: Path, records: Records
+) -> None:
+    """After the first ones, FLOPs are no longer counted."""
+
+    class Scale(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return sum(each.sum() for each in self.parameters())
+
+    with pytest.warns(PerfWarning, match="no FLOPs were found") as caught:
+        trainer(tmp_path, Flops("1ba", peak_flops=1e9), logger=records).fit(Scale())
+    assert len(ours(caught)) == 1
+    assert not records.of("batch_flops")
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Callable[[int], int], float]:
+    """Further forwards by batch, in epochs of 16, and how many of them may be missed in all."""
+    base, more, every = draw(st.integers(0, 9)), draw(st.integers(1, 30)), draw(st.integers(2, 10))
+    start = draw(st.integers(1, 9))
+    return draw(
+        st.sampled_from(
+            [
+                (lambda n: base, 0),
+                # Some cycles more or less: the first batches are the least typical ones.
+                (lambda n: base + more * (n % every == every - 1), 7 * more),
+                (lambda n: base + more * (n // 16 >= start), 0),
+                (lambda n: base + more * (n // 16 // (3 + start)), 0),
+                # Unknown until the next epoch begins.
+                (lambda n: base + more * (n >= 16 * start + 5), 16 * more),
+                (lambda n: -1 if n < 10 * start else base, 0),
+            ]
+        )
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@given(schedule=schedules())
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_the_mean_of_a_run_is_right_for_any_schedule(
+    tmp_path: Path, schedule: tuple[Callable[[int], int], float]
+) -> None:
+    """Constant, cyclic, changing at one or some epochs or within one, skipped at first."""
+    extra, missed = schedule
+    known, model = Known("1000ba"), Scheduled(extra)
+    trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=10).fit(model)
+    costs = [model.cost(n) for n in range(160) if extra(n) >= 0]
+    error = missed * 4 * FORWARD / len(costs)
+    assert known.mean == pytest.approx(sum(costs) / len(costs), abs=error + 1)
+
+
 def test_work_that_is_added_later_is_found(tmp_path: Path) -> None:
     """One batch in some hundred is counted again, so that a later cost replaces the first one."""
     model = Extra(lambda module, _: module.current_epoch >= 14)
@@ -399,6 +517,20 @@ def test_work_that_is_added_within_an_epoch_is_found(tmp_path: Path, compiled: b
     assert found["batch_flops"] == 4 * FLOPS_PER_SAMPLE + 20 * 4 * FORWARD
 
 
+def test_a_network_that_is_trained_late_and_rarely_is_found(tmp_path: Path) -> None:
+    """With each tenth batch from batch 100 on; with manual optimization checks are frequent."""
+
+    class Late(Critic):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.first = 9 if self.batches >= 100 else -1
+            super().training_step(batch, batch_idx)
+
+    model = Late(10, 9)
+    model.train_dataloader = long_epoch  # type: ignore[method-assign]
+    found = counted(tmp_path, model, max_epochs=7)
+    assert found["batch_flops"] == pytest.approx((1 + 1 / 10) * 4 * FLOPS_PER_SAMPLE, abs=0.5)
+
+
 def test_layers_that_are_unfrozen_within_an_epoch_are_found(tmp_path: Path) -> None:
     """Their gradients count from the next batch on that is counted again."""
 
@@ -416,7 +548,7 @@ def counted_batches(batches: int, cost: Callable[[int], int]) -> tuple[int, floa
 
     ``cost`` is that of each batch.
     """
-    cache, number, total = FlopCache(8, 16), 0, 0
+    cache, number, total = FlopCache(8), 0, 0
     for batch in range(batches):
         counts = Counts(model={"float32": cost(batch)})
         if cache.cost(()) is None:
