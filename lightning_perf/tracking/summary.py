@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     _Row = tuple[str, ...]
 
 FILE_NAME, PAGE_NAME = "summary.json", "report.html"
+#: Names of the file: where another one has the name, it gets a number.
+SUMMARIES = re.compile(r"summary(?:-\d+)?\.json")
+#: The most files of a folder that are read, the latest ones.
+_MOST_FILES = 100
 #: The JSON Schema of the file.
 SCHEMA = Path(__file__).with_name("summary.schema.json")
 #: The status of a run that continues, or was killed.
@@ -107,6 +112,29 @@ def read_summary(path: Path) -> Summary:
     if problem:
         raise SummaryError(f"{path} {problem}")
     return content  # type: ignore[no-any-return]
+
+
+def summaries_in(folder: Path, run: str | None = None) -> list[tuple[Path, Summary]]:
+    """The summaries in a folder, of any run or of one name, with their files; the latest last.
+
+    Those of trainings, and of what still runs, count as later than others.
+    """
+    files = []
+    with suppress(OSError):  # there is no folder
+        names = (path for path in folder.iterdir() if SUMMARIES.fullmatch(path.name))
+        files = [(path.stat().st_mtime, path) for path in names if path.is_file()]
+    found = []
+    for updated, path in sorted(files)[-_MOST_FILES:]:
+        with suppress(SummaryError):  # another tool's file may have the same name
+            summary = read_summary(path)
+            if run in (None, summary["run"]):
+                found.append((trains(summary), updated, path, summary))
+    return [(path, summary) for *_, path, summary in sorted(found, key=lambda each: each[:2])]
+
+
+def trains(summary: Summary) -> bool:
+    """Whether a run trained, or still runs."""
+    return summary["status"] == RUNNING or "train" in summary.get("stages", {})
 
 
 def _problem(content: object) -> str:
