@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import describe, shown
+from lightning_perf.errors import describe, printable, shown
 from lightning_perf.files import finite, read_json
 from lightning_perf.units import counted, duration, flops_text
 
@@ -364,16 +364,31 @@ def description(summary: Summary) -> str:
     if verdicts := verdicts_of(summary):
         from lightning_perf.diagnosis.report import headline as verdict_headline
 
-        lines += [*(f"- {verdict_headline(each)}" for each in verdicts), ""]
+        lines += [*(f"- {markdown(verdict_headline(each))}" for each in verdicts), ""]
     if figures:
         head, *body = (
-            [name.replace("\n", " "), *(text.replace("\n", ", ") for text in row)]
+            [markdown(name), *(markdown(text.replace("\n", ", ")) for text in row)]
             for name, *row in figures
         )
         lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
-    texts = ((name.replace("\n", " "), text.replace("\n", ", ")) for name, text in facts)
+    texts = ((markdown(name), markdown(text.replace("\n", ", "))) for name, text in facts)
     lines += ["", *(f"- {name}: {text}" for name, text in texts)]
     return "\n".join([*lines, "", _OURS])
+
+
+#: What Markdown obeys; an underscore within a word is plain.
+_MARKUP = re.compile(r"[\\`*|\[\]]|(?<![^\W_])_|_(?![^\W_])")
+
+
+def markdown(text: str) -> str:
+    r"""A text, such as a stranger's name, as one line of Markdown that shows what it is.
+
+    Example:
+        >>> print(markdown("on_train_batch_end of <b>_my|own_"))
+        on_train_batch_end of &lt;b>\_my\|own\_
+    """
+    plain = printable(text).replace("\n", " ").replace("&", "&amp;").replace("<", "&lt;")
+    return _MARKUP.sub(r"\\\g<0>", plain)
 
 
 def is_ours(text: str) -> bool:

@@ -733,6 +733,32 @@ def test_a_name_of_two_lines_is_one_in_markdown() -> None:
     assert "whole run, steps 0 to 9 |" in text
 
 
+def test_names_in_a_description_are_no_markup() -> None:
+    """What a stranger named a callback is shown as text; names with underscores read well."""
+    verdict = {
+        "code": "callback-bound",
+        "severity": "warning",
+        "share": 0.2,
+        "predicted_speedup": 1.25,
+        "culprit": "<img src=x onerror=y>.on_fit|`[a](b)",
+    }
+    cost = {
+        "share": 0.2,
+        "seconds": 1.0,
+        "calls": 1,
+        "name": "*a* &lt; \x1b _b_ A.on_train_batch_end",
+    }
+    text = description(
+        {
+            "run": "r", "status": "a\n# b | c", "stages": {}, "verdicts": [verdict],
+            "culprits": [cost],
+        }
+    )  # fmt: skip
+    assert r"&lt;img src=x onerror=y>.on_fit\|\`\[a\](b)" in text
+    assert r"\*a\* &amp;lt; \\x1b \_b\_ A.on_train_batch_end" in text
+    assert r"- status: a, # b \| c" in text
+
+
 def test_a_run_has_one_page_and_leaves_the_user_s_alone(tmp_path: Path) -> None:
     """Predictions and another fit renew the page; one that the user wrote stays."""
     (user := tmp_path / "records-version_0").mkdir(parents=True)
