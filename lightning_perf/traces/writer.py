@@ -465,6 +465,9 @@ class TraceWriter:
                 self.discard(trace.spooled)
             kept = next(filter(os.path.lexists, (*_left(trace.spooled), trace.path)), None)
             where = "no file is left" if kept is None else f"see {kept}"
+            placed = self._saved.get(trace.path)
+            if kept == trace.path and (placed is None or placed.spooled != trace.spooled):
+                where = "the file there is the state of an earlier moment"
             message = f"{trace.path} was not finished ({describe(error)}); {where}."
             kind = f"traces were not finished; see {trace.spooled.parent}"
             self._run.digest.once(kind, message)
