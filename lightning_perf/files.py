@@ -259,6 +259,17 @@ def limited(most: int, what: str = "FSIZE") -> Iterator[None]:
         resource.setrlimit(kind, (soft, hard))
 
 
+def is_at_limit(size: int) -> bool:
+    """Whether a file of so many bytes may not grow by a tenth and a page, as memray's files do."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return False
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    grown = (size + resource.getpagesize()) * 1.1
+    return limit != resource.RLIM_INFINITY and grown > limit
+
+
 def check_own(path: Path) -> None:
     """Raise `NotRegularError` if the path itself, not what it links to, is not a regular file."""
     with suppress(FileNotFoundError):

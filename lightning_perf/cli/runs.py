@@ -6,6 +6,7 @@ import json as json_format
 import os
 import platform
 import re
+import sys
 import time
 from contextlib import nullcontext, suppress
 from math import inf
@@ -19,13 +20,13 @@ from lightning_perf.files import write_text
 from lightning_perf.schedule.triggers import records_on, signal_number
 from lightning_perf.terminal import new_console, say
 from lightning_perf.tracking.summary import (
-    FILE_NAME,
     PAGE_NAME,
     RATES,
     RUNNING,
     panel,
     progress,
     read_summary,
+    summaries_in,
     text_of,
 )
 from lightning_perf.units import duration, three_digits
@@ -210,24 +211,25 @@ def _looks(run: str | None, tracking_uri: str | None) -> Iterator[Seen | None]:
     """The latest summary at each interval, until the run or its process has ended."""
     from lightning_perf.tracking import runs
 
-    pid, folder, path = None, None, Path(run or ".")
+    pid, file, path = None, None, Path(run or ".")
     if run is not None and run.isdecimal() and not path.exists():
         pid = own_process(int(run))
-    elif run is None or path.is_file():
-        folder = runs.folder_of(path)
-    elif local := runs.local_folders(run, tracking_uri):
-        folder = local[-1]
-    in_mlflow = pid is None and folder is None
+    elif path.is_file():
+        file = path
+    elif run is None or (local := runs.local_folders(run, tracking_uri)):
+        file, count = runs.latest_in(runs.folder_of(path) if run is None else local[-1])
+        if count > 1:
+            say(f"{count} runs left a summary there: {file} is the latest one", file=sys.stderr)
+    in_mlflow = pid is None and file is None
     seen: Seen | None = None
     while True:
         # Checked first, so that the summary that a process writes at its end is read.
         ended = _has_ended(pid, seen)
         if in_mlflow:
             seen = Seen(runs.find_run(run, tracking_uri).summary, _now())
-        elif folder is None and pid is not None:
-            folder = _folder_of(pid)
-        if folder is not None:  # once found, it is kept: a run closes its folder at its end
-            file = folder / FILE_NAME
+        elif file is None and pid is not None:
+            file = _file_of(pid)
+        if file is not None:  # once found, it is kept: a run closes its folder at its end
             seen = Seen(read_summary(file), file.stat().st_mtime)
         yield seen
         if ended or (seen is not None and not seen.is_running):
@@ -235,43 +237,34 @@ def _looks(run: str | None, tracking_uri: str | None) -> Iterator[Seen | None]:
         time.sleep(_MLFLOW_INTERVAL if in_mlflow else _INTERVAL)
 
 
-def _folder_of(pid: int) -> Path | None:
-    """The folder of the latest run of a process and its children; None before the first report."""
-    folders: list[tuple[float, Path]] = []
+def _file_of(pid: int) -> Path | None:
+    """The summary of the latest run of a process and its children; None before the first report."""
+    files: list[tuple[bool, float, Path]] = []
     for process in [pid, *descendants(pid)]:
         with suppress(OSError):  # the process has ended
             for link in Path(f"/proc/{process}/fd").iterdir():
                 with suppress(OSError):
-                    folder = link.readlink()
-                    folders.append(((folder / FILE_NAME).stat().st_mtime, folder))
-    return max(folders)[1] if folders else None
+                    for file, summary in summaries_in(link.readlink()):
+                        its = summary.get("process", {}).get("pid") == process
+                        files.append((its, file.stat().st_mtime, file))
+    return max(files)[-1] if files else None
 
 
 def _has_ended(pid: int | None, seen: Seen | None) -> bool:
     """Whether the process that the user has named has ended, else that of a summary, if here."""
+    from lightning_perf.system.host import lives
+
     since = _now()
     if pid is None:
         process = {} if seen is None else seen.summary.get("process", {})
         if seen is None or process.get("host") != platform.node():
             return False
         pid, since = process.get("pid"), seen.updated
-    return not _lives(pid, since)
+    return not lives(pid, since)
 
 
 def _now() -> float:
     return time.time()  # noqa: TID251 (as files and processes have it)
-
-
-def _lives(pid: int | None, since: float) -> bool:
-    """Whether the process is alive, and was started before a point in time."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        # The id may have been given to a later process.
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since
-    except (psutil.Error, TypeError, ValueError, OverflowError):  # no such id
-        return False
 
 
 def _line(seen: Seen) -> str:
@@ -347,7 +340,11 @@ def report(
 def _show_run(run: Run, console: Console) -> None:
     console.print(run.title, style="bold")
     if run.note:
-        how = "its folder, such as ./NAME" if run.tracking_uri is None else "its id"
+        how = (
+            "its folder or file, such as ./NAME/summary.json"
+            if run.tracking_uri is None
+            else "its id"
+        )
         console.print(f"{run.note}. Name another one by {how}.")
     console.print(panel(run.summary), soft_wrap=False)
     files = sorted(run.files, key=_natural)  # by batch
@@ -359,7 +356,8 @@ def _show_run(run: Run, console: Console) -> None:
     )
     # The page about the run is last, so that it is always shown.
     pages = [path for path in files if path.endswith(".html")]
-    pages.sort(key=lambda path: path.endswith(f"/{PAGE_NAME}"))
+    own = PurePosixPath(run.summary.get("report") or PAGE_NAME).name
+    pages.sort(key=lambda path: path.endswith(f"/{own}"))
     where = "" if run.tracking_uri is None else " or among MLflow's artifacts"
     _list(console, f"Pages: open in a browser{where}:", pages)
     if run.tracking_uri is not None:

@@ -53,14 +53,16 @@ class Recorded:
         finish: Completes the file: the path that ``record`` was given. Called once, before all
             others, and again if it failed.
         further: Writes further files, by their name in ``Profiler.further_files``.
+        whole: Whether the file is complete, as far as the recorder knows.
     """
 
     def __init__(
         self,
         finish: Callable[[], object] = lambda: None,
         further: Mapping[str, Callable[[Path], object]] | None = None,
+        whole: bool = True,
     ) -> None:
-        self.further = further or {}
+        self.further, self.whole = further or {}, whole
         self._finish = cache(finish)
         # At the end of a run the training thread runs the remaining jobs of the worker. It must
         # not move the recording while the worker still reads it.
@@ -550,7 +552,7 @@ class Profiler(PerfCallback):
                 raise KeyError(f"{name} is in Recorded.further, but not in further_files")
             target = writer.spool(stage)
             writer.write(target, timestamp, stage, partial(recorded.make, name, target))
-        session.writer.write(path, timestamp, stage, recorded.complete)
+        session.writer.write(path, timestamp, stage, recorded.complete, recorded.whole)
 
     # -- checks and messages ----------------------------------------------------------------------
 

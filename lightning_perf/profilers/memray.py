@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -15,6 +16,7 @@ from typing_extensions import override
 
 from lightning_perf.checks import flag, needs
 from lightning_perf.errors import ConfigError, RecorderBusy
+from lightning_perf.files import is_at_limit
 from lightning_perf.profilers import tools
 from lightning_perf.profilers.base import Names, Recorded, Recording
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
@@ -187,8 +189,10 @@ class Memray(RecordsChildren):
             self.shut_children()
             raise
         yield None
-        stop(tracker)
-        return Recorded(further=self._further_of(path, context))
+        with path.open("rb") as raw:  # which is replaced by a smaller, compressed one
+            stop(tracker)
+            whole = not is_at_limit(os.fstat(raw.fileno()).st_size)
+        return Recorded(further=self._further_of(path, context, whole), whole=whole)
 
     @override
     def after_batch(self, context: Run, batch: Any) -> None:
@@ -203,11 +207,13 @@ class Memray(RecordsChildren):
             options["file_format"] = FileFormat[name.upper()]
         return options
 
-    def _further_of(self, path: Path, context: Run) -> dict[str, Callable[[Path], object]]:
+    def _further_of(
+        self, path: Path, context: Run, whole: bool
+    ) -> dict[str, Callable[[Path], object]]:
         further: dict[str, Callable[[Path], object]] = {}
-        if self.flamegraph:
+        if self.flamegraph and whole:
             further["flamegraph"] = partial(tools.run_program, "flamegraph", path)
-        if self.summary:
+        if self.summary and whole:
             log = partial(context.log_from_worker, step=context.step)
             further["summary"] = partial(_summarize, path, self._prefix(context), log)
         files = self.shut_children()

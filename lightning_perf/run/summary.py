@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 from math import inf
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +25,7 @@ from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
 from lightning_perf.files import files_below, finite, write_text, written_whole
-from lightning_perf.run import destination
+from lightning_perf.run import compat, destination
 from lightning_perf.run.run import LONG, Run
 from lightning_perf.run.window_log import table
 from lightning_perf.terminal import new_console
@@ -34,11 +35,13 @@ from lightning_perf.tracking.summary import (
     FILE_NAME,
     PAGE_NAME,
     RUNNING,
+    SUMMARIES,
     VERSION,
     SummaryError,
     main_stage,
     panel,
     read_summary,
+    summaries_in,
     text_of,
 )
 
@@ -57,8 +60,6 @@ _STATUS = {"teardown": "finished", "exception": "stopped by an exception"}
 _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 #: Suffixes of traces, after ``.gz`` is removed, and of pages.
 _TRACES, _PAGES = (".json", ".bin", ".pickle"), (".html",)
-#: Own files that are not traces.
-_OTHERS = re.compile(r"summary(?:-\d+)?\.json")
 #: Names of the page.
 _PAGE = re.compile(r"report(?:-\d+)?\.html")
 #: The stage of ``trainer.validate()`` in a run that has a fit as well.
@@ -69,6 +70,10 @@ _MOST_FILES = 1000
 REFRESH, MOST_TIME = 2.0, 0.01
 #: Summaries of a trainer's earlier functions, where their files are not on this machine.
 _EARLIER: WeakKeyDictionary[Trainer, Summary] = WeakKeyDictionary()
+#: The file of the last run of each Trainer of this process.
+_FILES: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+#: The training thread and the one that makes files do not take two names for one run.
+_CLAIMING = Lock()
 
 
 def end_summary(context: Run, callbacks: Sequence[Any], reason: str) -> RunSummary | None:
@@ -135,6 +140,7 @@ class LiveSummary:
             summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})
             if summary.join():
                 return  # the training of another process has the file
+            summary.claim()
             if not self._watched:
                 # `watch PID` finds the folder because it is open until the end of the run.
                 with suppress(OSError):  # Windows does not open folders
@@ -160,8 +166,7 @@ class RunSummary:
     ) -> None:
         self._context, self._callbacks, self._written = context, callbacks, False
         self._root = context.reporting.root(None)
-        folder = context.reporting.run_folder().folder
-        self.path, self._earlier = _file(folder, context.run_name)
+        self.path, self._earlier = _file(context, context.reporting.run_folder().folder)
         stages = {stage: _stage_windows(each) for stage, each in windows.items()}
         now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         content: dict[str, Any] = {
@@ -178,16 +183,44 @@ class RunSummary:
         log = context.windows.logs.get(stage)
         if log is not None and (history := table(log)):
             figures["windows"] = history
-        # The page of the run; one of that name that is not ours stays as it is.
-        page = (self._earlier or {}).get("report", "")
-        if _PAGE.fullmatch(PurePosixPath(page).name):
-            content["report"] = page
-        elif "culprits" in sections:
-            names = (numbered(PAGE_NAME, number) for number in count(1))
-            name = next(name for name in names if not os.path.lexists(folder / name))
-            content["report"] = _shown(folder / name, self._root.path)
         #: The content to show: of this function only.
         self._own = self.content = content
+
+    def claim(self) -> None:
+        """Take the name of the file: no other process, and no other Trainer, gets it then."""
+        context, own = self._context, self._own
+        folder = context.reporting.run_folder().claim()
+        first = {key: own[key] for key in ("version", "run", "process")}
+        text = json.dumps(first | {"status": RUNNING, "stages": {}})
+        with _CLAIMING:
+            while True:
+                self.path, self._earlier = _file(context, folder)
+                if self._earlier is not None:
+                    break
+                with suppress(FileExistsError):  # another process was first
+                    with written_whole(self.path, durable=False, replaces=False) as file:
+                        file.write(text.encode())
+                    others = summaries_in(folder, own["run"])[:-1]
+                    for other, _ in others[-1:]:
+                        warn(
+                            f"{other} is the summary of another run of this name and is kept: that "
+                            f"of this run is {self.path.name}, and its page has a number too."
+                        )
+                    break
+            _FILES[context.trainer] = self.path
+
+    def _page(self) -> str:
+        """The page of the run, or an empty text; one of that name that is not ours stays."""
+        page = str((self._earlier or {}).get("report", ""))
+        if _PAGE.fullmatch(PurePosixPath(page).name):
+            return page
+        if "culprits" not in self._own:
+            return ""
+        folder = self.path.parent
+        first = next(n for n in count(1) if numbered(FILE_NAME, n) == self.path.name)
+        names = (numbered(PAGE_NAME, number) for number in count(first))
+        name = next(name for name in names if not os.path.lexists(folder / name))
+        return _shown(folder / name, self._root.path)
 
     def join(self) -> bool:
         """Add the stages of earlier functions of the run; whether another process trained.
@@ -217,14 +250,17 @@ class RunSummary:
 
     def write(self) -> None:
         """Write the file after all others of the run."""
-        self.join()
         context = self._context
         if not context.leaves_files:
             return
-        _EARLIER[self._context.trainer] = self.content
+        self.claim()
+        if page := self._page():
+            self._own["report"] = page
+        self.join()
+        _EARLIER[context.trainer] = self.content
         write = partial(context.write_files, "{run_name}", stage="train", overwrite=True)
         write({self.path.name: self._write}, remote=FILE_NAME, durable=True)
-        if page := self._own.get("report"):
+        if page:
             from lightning_perf.tracking.page import report_page  # the rules take 20 ms to import
 
             # After the summary, whose content it shows.
@@ -238,7 +274,9 @@ class RunSummary:
         """Runs on the thread that writes files, after all other files are written."""
         root, paths = self._root.path, set(destination.saved_by(self._callbacks))
         # Meanwhile another process of the run may have added its stages.
-        _, self._earlier = _file(path.parent, self._own["run"])
+        if self._earlier is not None:
+            with suppress(SummaryError):
+                self._earlier = read_summary(self.path)
         self.join()
         for key, value in self.content.items():
             if callable(value):  # it takes time, or needs the files of the run
@@ -249,7 +287,7 @@ class RunSummary:
         files = sorted(
             _shown(each, root)
             for each in paths
-            if not each.name.startswith(".") and not _OTHERS.fullmatch(each.name)
+            if not each.name.startswith(".") and not SUMMARIES.fullmatch(each.name)
         )
         if (page := self.content.get("report")) and page not in files:
             files.append(page)
@@ -283,20 +321,34 @@ def _shown(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path)
 
 
-def _file(folder: Path, run_name: str) -> tuple[Path, Summary | None]:
+def _file(context: Run, folder: Path) -> tuple[Path, Summary | None]:
     """The file for the summary of a run, and what it holds.
 
-    A file of this name that is not a summary of the run, such as the user's, is never ours.
+    It is that of the Trainer's last run, or the latest one of this name if the run continues it: a
+    resumed fit, a test of a trained checkpoint, or the same run of MLflow. A file of another live
+    process, or one that is not a summary of the run, such as the user's, is never ours.
     """
-    for number in count(1):
-        path = folder / numbered(FILE_NAME, number)
-        if not os.path.lexists(path):
-            break
-        with suppress(SummaryError):
-            summary = read_summary(path)
-            if summary["run"] == run_name:
+    trainer, found = context.trainer, dict(summaries_in(folder, context.run_name))
+    if (own := _FILES.get(trainer)) in found:
+        return own, found[own]
+    in_mlflow = context.reporting.tags is not None  # then the folder is of one run id
+    if trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow:
+        for path, summary in reversed(found.items()):
+            if not _is_held(path, summary):
                 return path, summary
-    return path, None
+    paths = (folder / numbered(FILE_NAME, number) for number in count(1))
+    return next(path for path in paths if not os.path.lexists(path)), None
+
+
+def _is_held(path: Path, summary: Summary) -> bool:
+    """Whether another process of this machine still writes a summary."""
+    process = summary.get("process", {})
+    elsewhere = process.get("host") != platform.node() or process.get("pid") == os.getpid()
+    if summary["status"] != RUNNING or elsewhere:
+        return False
+    from lightning_perf.system.host import lives  # psutil takes milliseconds to import
+
+    return lives(process.get("pid"), path.stat().st_mtime)
 
 
 def log_folder(context: Run) -> None:

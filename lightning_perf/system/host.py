@@ -228,3 +228,13 @@ def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:
     """
     # A "!" replaces the slash in names such as cciss/c0d0.
     return not blocks.exists() or (blocks / disk.replace("/", "!") / "device").exists()
+
+
+def lives(pid: int | None, since: float) -> bool:
+    """Whether a process is alive, and was started before a point in time."""
+    try:
+        process = psutil.Process(pid)
+        # The id may have been given to a later process.
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since
+    except (psutil.Error, TypeError, ValueError, OverflowError):  # no such id
+        return False

@@ -138,6 +138,9 @@ class NameFormat:
                 raise self._error(
                     f"writes {name} as {text!r}, which a later run cannot read as a number"
                 )
+        names = "".join(part.literal for part in self._parts).split("/")
+        if any(len(name.encode(errors="replace")) > _LONGEST for name in names):
+            raise self._error(f"has a name of more than {_LONGEST} bytes")
         literals = "a".join(part.literal for part in self._parts)
         if ".." in PureWindowsPath(literals).parts:
             raise self._error("leaves its folder by '..'")

@@ -89,6 +89,8 @@ class Trace:
     sends: Sends = ()
     #: Completes the raw file before all other steps.
     prepare: Callable[[], None] | None = None
+    #: Whether it is complete: a truncated one does not displace others that are kept.
+    whole: bool = True
     #: The number of failed upload attempts.
     failures: int = 0
 
@@ -210,7 +212,8 @@ class UploadQueue:
         self._lock = threading.Lock()
         # Both oldest first. Traces are identified by their raw file: paths may be reused.
         self._unsent: dict[Path, Trace] = {}
-        self._prunable: dict[Path, None] = {}
+        # Each with whether it is whole.
+        self._prunable: dict[Path, bool] = {}
 
     @property
     def unsent(self) -> list[Trace]:
@@ -223,7 +226,7 @@ class UploadQueue:
         with self._lock:
             if self._prunes:
                 self._prunable.pop(trace.path, None)
-                self._prunable[trace.path] = None
+                self._prunable[trace.path] = trace.whole
             if trace.sends:
                 self._unsent[trace.spooled] = trace
                 with suppress(OSError):  # on a full disk the upload may still succeed
@@ -293,11 +296,14 @@ class UploadQueue:
         )
 
     def expire(self, keep: int) -> list[Path]:
-        """Forget and return all uploaded files but the latest `keep`."""
+        """Forget and return all uploaded files but the latest `keep`, whole and truncated each."""
         with self._lock:
             waiting = {trace.path for trace in self._unsent.values()}
-            older = list(self._prunable)[: max(0, len(self._prunable) - keep)]
-            expired = [path for path in older if path not in waiting]
+            expired = []
+            for kind in (True, False):
+                paths = [path for path, whole in self._prunable.items() if whole == kind]
+                older = paths[: max(0, len(paths) - keep)]
+                expired += [path for path in older if path not in waiting]
             for path in expired:
                 del self._prunable[path]
             return expired

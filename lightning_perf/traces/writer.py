@@ -374,6 +374,7 @@ class TraceWriter:
         timestamp: Timestamp,
         stage: str,
         prepare: Callable[[], None] | None = None,
+        whole: bool = True,
     ) -> Path | None:
         """Submit a recording to the worker.
 
@@ -381,11 +382,13 @@ class TraceWriter:
         without compression: the training thread makes no pages.
 
         ``spooled``, a path from `spool`, has the recording at the latest after ``prepare``, which
-        runs on the worker. ``timestamp`` is when the recording ended, for the name. Returns where
-        the file will be, or None if it was processed here and failed.
+        runs on the worker. ``timestamp`` is when the recording ended, for the name. One that is not
+        ``whole`` was truncated by a limit. Returns where the file will be, or None if it was
+        processed here and failed.
         """
         path, remote = self._names.reserve(timestamp, stage)
-        trace = Trace(spooled, path, timestamp, stage, self._sends(path, remote), prepare)
+        sends = self._sends(path, remote)
+        trace = Trace(spooled, path, timestamp, stage, sends, prepare, whole)
         self._queued[spooled] = trace
         if self._run.file_worker.submit(partial(self._process, trace), path.name):
             return path
@@ -465,6 +468,9 @@ class TraceWriter:
                 self.discard(trace.spooled)
             kept = next(filter(os.path.lexists, (*_left(trace.spooled), trace.path)), None)
             where = "no file is left" if kept is None else f"see {kept}"
+            placed = self._saved.get(trace.path)
+            if kept == trace.path and (placed is None or placed.spooled != trace.spooled):
+                where = "the file there is the state of an earlier moment"
             message = f"{trace.path} was not finished ({describe(error)}); {where}."
             kind = f"traces were not finished; see {trace.spooled.parent}"
             self._run.digest.once(kind, message)
@@ -482,6 +488,9 @@ class TraceWriter:
             )
             self._run.digest.once("recordings were empty", message)
             return True
+        if not trace.whole:
+            message = f"{trace.path} may be truncated: a file may not be larger (ulimit -f)."
+            self._run.digest.once("traces may be truncated: a file may not be larger", message)
         usage = shutil.disk_usage(spooled.parent)
         # Some recorders ignore write errors; some network disks report no sizes.
         if usage.total and usage.free < _FULL:

@@ -19,10 +19,12 @@ from lightning_perf.tracking.mlflow import is_on_other_server, tracking_problem
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     RATES,
-    RUNNING,
+    SUMMARIES,
     VERSION,
     SummaryError,
     read_summary,
+    summaries_in,
+    trains,
 )
 
 if TYPE_CHECKING:
@@ -73,7 +75,8 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
         return read_folder(Path(what))
     folders = local_folders(what, tracking_uri)
     if what is not None and folders:
-        return replace(read_folder(folders[-1]), note=_note(len(folders)))
+        found = read_folder(folders[-1])
+        return replace(found, note=_note(len(folders)) or found.note)
     folder = folders[-1] if folders else None
 
     def latest(client: MlflowClient) -> Run | None:
@@ -83,8 +86,8 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
         return replace(_read(client, runs[0]), note=_note(len(runs)) if what is not None else "")
 
     try:
-        if found := _ask(tracking_uri or default_tracking_uri(), latest):
-            return found
+        if run := _ask(tracking_uri or default_tracking_uri(), latest):
+            return run
     except (LookupError, ImportError) as error:
         if folder is None:
             if tracking_uri is not None or _address() or isinstance(error, ImportError):
@@ -134,14 +137,13 @@ def folders_of(root: Path, name: str | None = None) -> list[Path]:
     found: list[tuple[int, float, Path]] = []
     # MLflow's own folders contain copies.
     for folder, files in walked(root, _DEPTH, lambda name: name[0] != "." and name != "mlruns"):
-        if FILE_NAME in files:
-            path = folder / FILE_NAME
-            with suppress(OSError, SummaryError):  # another tool's file may have the same name
-                summary = read_summary(path)
-                if name in (None, folder.name, summary["run"]):
-                    found.append((_trains(summary), path.stat().st_mtime, folder))
-    trains = any(each[0] for each in found)
-    return [folder for trained, _, folder in sorted(found) if trained == trains]
+        if any(map(SUMMARIES.fullmatch, files)) and (inside := summaries_in(folder)):
+            path, summary = inside[-1]
+            if name in (None, folder.name, summary["run"]):
+                with suppress(OSError):  # it was deleted meanwhile
+                    found.append((trains(summary), path.stat().st_mtime, folder))
+    trained = any(each[0] for each in found)
+    return [folder for its, _, folder in sorted(found) if its == trained]
 
 
 def folder_of(path: Path) -> Path:
@@ -155,19 +157,24 @@ def folder_of(path: Path) -> Path:
     return found or folder
 
 
-def _trains(summary: Summary) -> bool:
-    """Whether a run trained, or still runs."""
-    return summary["status"] == RUNNING or "train" in summary.get("stages", {})
-
-
 def read_folder(path: Path) -> Run:
     """Read a run from its folder, from the latest one below a folder, or from its summary."""
     if path.is_file() and _begins_with(path, b"SQLite format 3"):
         raise SummaryError(f"{path} is a database. Try --tracking-uri sqlite:///{path}")
-    folder = folder_of(path)
-    summary = read_summary(path if path.is_file() else folder / FILE_NAME)
+    folder, file = folder_of(path), path
+    note = ""
+    if not path.is_file():
+        file, found = latest_in(folder)
+        note = f"{found} runs left a summary there: this is the latest one" if found > 1 else ""
+    summary = read_summary(file)
     files = tuple(sorted(str(each.resolve()) for each in files_below(folder)))
-    return Run(f"{summary['run']} ({folder})", summary, files)
+    return Run(f"{summary['run']} ({file if note else folder})", summary, files, note=note)
+
+
+def latest_in(folder: Path) -> tuple[Path, int]:
+    """The file of the latest summary in a folder, and how many there are."""
+    found = summaries_in(folder)
+    return (found[-1][0] if found else folder / FILE_NAME), len(found)
 
 
 def _begins_with(path: Path, head: bytes) -> bool:
@@ -219,7 +226,7 @@ def _ask(tracking_uri: str, question: Callable[[MlflowClient], T]) -> T:
 def _is_older(run: Any, folder: Path) -> bool:
     """Whether a run of MLflow ended before that of a folder, if they are not the same run."""
     ended = run.info.end_time or run.info.start_time
-    later: bool = (folder / FILE_NAME).stat().st_mtime > ended / 1e3
+    later: bool = latest_in(folder)[0].stat().st_mtime > ended / 1e3
     return later and folder.name != run.info.run_name
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import describe, shown
+from lightning_perf.errors import describe, printable, shown
 from lightning_perf.files import finite, read_json
 from lightning_perf.units import counted, duration, flops_text
 
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     _Row = tuple[str, ...]
 
 FILE_NAME, PAGE_NAME = "summary.json", "report.html"
+#: Names of the file: where another one has the name, it gets a number.
+SUMMARIES = re.compile(r"summary(?:-\d+)?\.json")
+#: The most files of a folder that are read, the latest ones.
+_MOST_FILES = 100
 #: The JSON Schema of the file.
 SCHEMA = Path(__file__).with_name("summary.schema.json")
 #: The status of a run that continues, or was killed.
@@ -107,6 +112,29 @@ def read_summary(path: Path) -> Summary:
     if problem:
         raise SummaryError(f"{path} {problem}")
     return content  # type: ignore[no-any-return]
+
+
+def summaries_in(folder: Path, run: str | None = None) -> list[tuple[Path, Summary]]:
+    """The summaries in a folder, of any run or of one name, with their files; the latest last.
+
+    Those of trainings, and of what still runs, count as later than others.
+    """
+    files = []
+    with suppress(OSError):  # there is no folder
+        names = (path for path in folder.iterdir() if SUMMARIES.fullmatch(path.name))
+        files = [(path.stat().st_mtime, path) for path in names if path.is_file()]
+    found = []
+    for updated, path in sorted(files)[-_MOST_FILES:]:
+        with suppress(SummaryError):  # another tool's file may have the same name
+            summary = read_summary(path)
+            if run in (None, summary["run"]):
+                found.append((trains(summary), updated, path, summary))
+    return [(path, summary) for *_, path, summary in sorted(found, key=lambda each: each[:2])]
+
+
+def trains(summary: Summary) -> bool:
+    """Whether a run trained, or still runs."""
+    return summary["status"] == RUNNING or "train" in summary.get("stages", {})
 
 
 def _problem(content: object) -> str:
@@ -336,16 +364,31 @@ def description(summary: Summary) -> str:
     if verdicts := verdicts_of(summary):
         from lightning_perf.diagnosis.report import headline as verdict_headline
 
-        lines += [*(f"- {verdict_headline(each)}" for each in verdicts), ""]
+        lines += [*(f"- {markdown(verdict_headline(each))}" for each in verdicts), ""]
     if figures:
         head, *body = (
-            [name.replace("\n", " "), *(text.replace("\n", ", ") for text in row)]
+            [markdown(name), *(markdown(text.replace("\n", ", ")) for text in row)]
             for name, *row in figures
         )
         lines += [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body)]
-    texts = ((name.replace("\n", " "), text.replace("\n", ", ")) for name, text in facts)
+    texts = ((markdown(name), markdown(text.replace("\n", ", "))) for name, text in facts)
     lines += ["", *(f"- {name}: {text}" for name, text in texts)]
     return "\n".join([*lines, "", _OURS])
+
+
+#: What Markdown obeys; an underscore within a word is plain.
+_MARKUP = re.compile(r"[\\`*|\[\]]|(?<![^\W_])_|_(?![^\W_])")
+
+
+def markdown(text: str) -> str:
+    r"""A text, such as a stranger's name, as one line of Markdown that shows what it is.
+
+    Example:
+        >>> print(markdown("on_train_batch_end of <b>_my|own_"))
+        on_train_batch_end of &lt;b>\_my\|own\_
+    """
+    plain = printable(text).replace("\n", " ").replace("&", "&amp;").replace("<", "&lt;")
+    return _MARKUP.sub(r"\\\g<0>", plain)
 
 
 def is_ours(text: str) -> bool:

@@ -68,18 +68,18 @@ class RunsDuringTraining(L.Callback):
     """Runs a function during training, like a command in another process."""
 
     def __init__(self) -> None:
-        self.folder: Path | None = None
+        self.file: Path | None = None
         self.seen: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 4:
-            self.folder = until(lambda: runs._folder_of(os.getpid()))
+            self.file = until(lambda: runs._file_of(os.getpid()))
         elif trainer.global_step == 12:
             until(lambda: self.look()["last"] > 0)
 
     def look(self) -> Any:
-        assert self.folder is not None
-        self.seen = dict(read_summary(self.folder / "summary.json"))
+        assert self.file is not None
+        self.seen = dict(read_summary(self.file))
         return self.seen["stages"]["train"]["whole_run"]
 
 
@@ -100,7 +100,7 @@ def test_a_run_leaves_its_figures_during_training(
     logger = CSVLogger(tmp_path / "logs", "owl") if named else False
     trainer(tmp_path, *callbacks, looks, logger=logger, log_every_n_steps=2).fit(Small())
     seen, (folder,) = looks.seen, [path.parent for path in tmp_path.glob("*/summary.json")]
-    assert looks.folder == folder
+    assert looks.file == folder / "summary.json"
     assert seen["status"] == "running"
     assert seen["process"] == {"host": platform.node(), "pid": os.getpid()}
     whole = seen["stages"]["train"]["whole_run"]
@@ -110,7 +110,7 @@ def test_a_run_leaves_its_figures_during_training(
     final = read_summary(folder / "summary.json")
     assert final["status"] == "finished"
     assert final["stages"]["train"]["whole_run"]["batches"] == 16
-    assert runs._folder_of(os.getpid()) is None
+    assert runs._file_of(os.getpid()) is None
 
 
 def test_the_summary_is_not_refreshed_too_often(
@@ -118,7 +118,7 @@ def test_the_summary_is_not_refreshed_too_often(
 ) -> None:
     """A file is written at most every two seconds, and none for a trial run."""
     written: list[str] = []
-    monkeypatch.setattr(run_summary, "written_whole", lambda *args, **_: written.append(args[0]))
+    monkeypatch.setattr(run_summary.LiveSummary, "_write", lambda *_: written.append("so far"))
     trainer(tmp_path, SpeedMonitor(window_size=2), max_steps=3).fit(Small())
     monkeypatch.setattr(run_summary, "REFRESH", 0.0)
     trainer(tmp_path, SpeedMonitor(window_size=2), fast_dev_run=True).fit(Small())
@@ -264,10 +264,25 @@ def test_the_children_of_a_launcher_are_searched(tmp_path: Path) -> None:
         assert launcher.stdout is not None
         launcher.stdout.readline()
         try:
-            assert runs._folder_of(launcher.pid) == folder
+            assert runs._file_of(launcher.pid) == folder / "summary.json"
             assert len(runs.descendants(launcher.pid)) == 1
         finally:
             os.killpg(launcher.pid, signal.SIGKILL)
+
+
+def test_the_latest_of_two_summaries_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two trainings of one name in a folder; a line says that there are two."""
+    folder = left(tmp_path / "owl", status="finished", stages={})
+    later = (folder / "summary.json").rename(folder / "summary-2.json")
+    os.utime(later, (2e9, 2e9))
+    left(folder, status="stopped by an exception", stages={})
+    code, out, err = call(capsys, "watch", str(folder))
+    assert (code, err) == (0, f"2 runs left a summary there: {later} is the latest one\n")
+    assert "finished" in out
+    _, out, _ = call(capsys, "report", str(folder))
+    assert "2 runs left a summary there: this is the latest one." in out
 
 
 def test_a_run_in_mlflow(

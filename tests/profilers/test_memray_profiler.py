@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import resource
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import memray
 import pytest
 import torch
@@ -299,6 +301,29 @@ def test_a_damaged_capture_is_kept_with_one_warning(
         found = fit(tmp_path, Damaged(schedule="first 1ba", **made))
     assert found == ["rank0.1.bin"]
     assert len(ours(w)) == 1
+
+
+class LimitsFiles(L.Callback):
+    """From a step on, no file of the process may be larger, as with `ulimit -f`."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 6:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
+
+
+def test_a_truncated_capture_displaces_no_whole_one(tmp_path: Path) -> None:
+    """At a limit of the size of files, there are no metrics, and one warning."""
+    profiler = Memray(schedule=Every("4ba", lasting="2ba"), num_traces_to_keep=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.warns(PerfWarning, match="may be truncated: a file may not be larger"):
+            trainer(tmp_path, profiler, LimitsFiles(), logger=(records := Records())).fit(Hungry())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    names = [path.name for path in left_in(tmp_path)]
+    assert names == ["rank0.14.bin", "rank0.6.bin", "rank0.6.txt"]
+    assert len([row for _, row in records.rows if "memray/peak_memory" in row]) == 1
 
 
 def test_unfreed_memory(tmp_path: Path) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import subprocess
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +295,90 @@ def test_a_file_of_the_user_is_not_replaced(tmp_path: Path) -> None:
     assert list(read_summary(folder / "summary-2.json")["stages"]) == ["train"]
 
 
+def numbered_summary() -> Any:
+    return pytest.warns(
+        PerfWarning, match=r"is the summary of another run of this name and is kept"
+    )
+
+
+def batches_in(folder: Path) -> dict[str, int]:
+    """Trained batches by file."""
+    return {
+        path.name: read_summary(path)["stages"]["train"]["whole_run"]["batches"]
+        for path in sorted((folder / "records-version_0").glob("summary*.json"))
+    }
+
+
+def test_a_second_training_of_a_name_keeps_the_first(tmp_path: Path) -> None:
+    """Its summary and its page get a number; a resume and tests continue the latest one."""
+
+    def run(**options: Any) -> L.Trainer:
+        return trainer(tmp_path, Timings(), logger=Records(), **options)
+
+    run().fit(Small())
+    page = (tmp_path / "records-version_0" / "report.html").read_bytes()
+    with numbered_summary() as warned:
+        (second := run(limit_train_batches=8)).fit(Small())
+    ours = [str(each.message) for each in warned if each.category is PerfWarning]
+    assert len(ours) == 1
+    assert "summary-2.json" in ours[0]
+    assert batches_in(tmp_path) == {"summary-2.json": 8, "summary.json": 16}
+    assert (tmp_path / "records-version_0" / "report.html").read_bytes() == page
+    assert (tmp_path / "records-version_0" / "report-2.html").exists()
+    second.save_checkpoint(tmp_path / "8.ckpt")
+    run(limit_train_batches=8, max_epochs=3).fit(Small(), ckpt_path=tmp_path / "8.ckpt")
+    assert batches_in(tmp_path) == {"summary-2.json": 16, "summary.json": 16}
+    run().test(Small(), verbose=False)
+    assert list(read_summary(tmp_path / "records-version_0" / "summary-2.json")["stages"]) == [
+        "train",
+        "test",
+    ]
+    second.validate(Small(), verbose=False)
+    names = {path.name for path in (tmp_path / "records-version_0").glob("[!.]*")}
+    assert names == {"summary.json", "summary-2.json", "report.html", "report-2.html"}
+
+
+def test_no_process_writes_to_the_summary_of_another_live_one(tmp_path: Path) -> None:
+    """A test of a checkpoint gets a number while the training runs, and is added afterwards."""
+    (folder := tmp_path / "records-version_0").mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        process = {"host": platform.node(), "pid": other.pid}
+        held = {
+            "version": 2,
+            "run": "records-version_0",
+            "status": "running",
+            "stages": {},
+            "process": process,
+        }
+        (folder / "summary.json").write_text(text := json.dumps(held))
+        with numbered_summary():
+            trainer(tmp_path, *callbacks(), logger=Records()).test(Small(), verbose=False)
+        assert (folder / "summary.json").read_text() == text
+        other.kill()
+    trainer(tmp_path, *callbacks(), logger=Records()).test(Small(), verbose=False)
+    assert list(read_summary(folder / "summary.json")["stages"]) == ["test"]
+
+
+@pytest.mark.slow
+def test_two_trainings_at_once_leave_two_summaries(tmp_path: Path) -> None:
+    """Processes that start together: none replaces what the other one writes."""
+    command = [sys.executable, "-c", AT_ONCE, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    both = [subprocess.Popen([*command, batches], env=environment) for batches in ("16", "8")]
+    assert [each.wait() for each in both] == [0, 0]
+    assert sorted(batches_in(tmp_path).values()) == [8, 16]
+    assert len([*(tmp_path / "records-version_0").glob("report*.html")]) == 2
+
+
+AT_ONCE = """
+import sys, warnings
+from helpers.small import Records, Small, trainer
+from lightning_perf import Timings
+folder, batches = sys.argv[1], int(sys.argv[2])
+trainer(folder, Timings(), logger=Records(), limit_train_batches=batches).fit(Small())
+"""
+
+
 def everything() -> list[Any]:
     return [
         PyTorch(schedule="first 2ba"),
@@ -305,23 +393,19 @@ def files_in(folder: Path) -> list[Path]:
 
 @pytest.mark.slow
 def test_no_file_is_replaced(tmp_path: Path) -> None:
-    """Every name of a run is taken by a file of the user, and then by an earlier run: all stay.
-
-    The summary of a run and its page are the latest ones.
-    """
+    """Every name of a run is taken by a file of the user, and then by an earlier run: all stay."""
     trainer(tmp_path / "model", *everything(), logger=Records()).fit(Small())
     names = [path.relative_to(tmp_path / "model") for path in files_in(tmp_path / "model")]
     for name in names:
         path = tmp_path / "mine" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"mine: {name}")
-    for callbacks, summaries in ((everything(), 0), ([always_on()], 1)):
+    for callbacks, taken in ((everything(), nullcontext()), ([always_on()], numbered_summary())):
         earlier = {path: path.read_bytes() for path in files_in(tmp_path / "mine")}
-        trainer(tmp_path / "mine", *callbacks, logger=Records()).fit(Small())
-        changed = [path for path, content in earlier.items() if path.read_bytes() != content]
-        assert [path.name for path in changed] == ["report.html", "summary.json"] * summaries
-        assert len(files_in(tmp_path / "mine")) > len(earlier) - summaries
-        assert all(b"mine: " not in earlier[path] for path in changed)
+        with taken:
+            trainer(tmp_path / "mine", *callbacks, logger=Records()).fit(Small())
+        assert all(path.read_bytes() == content for path, content in earlier.items())
+        assert len(files_in(tmp_path / "mine")) > len(earlier)
 
 
 class FailsToStart(Small):
@@ -623,7 +707,8 @@ def test_no_logger_gets_an_empty_row(tmp_path: Path) -> None:
     for batches in (5, 64):
         records = Records()
         options = {"limit_train_batches": min(batches, 16), "max_epochs": -(-batches // 16)}
-        trainer(tmp_path, Diagnosis(terminal=False), logger=records, **options).fit(Small())
+        folder = tmp_path / str(batches)
+        trainer(folder, Diagnosis(terminal=False), logger=records, **options).fit(Small())
         assert all(row for _, row in records.rows)
 
 
@@ -646,6 +731,32 @@ def test_a_name_of_two_lines_is_one_in_markdown() -> None:
     )
     assert "| all time, with start and end | 50.0 ms per batch |" in text
     assert "whole run, steps 0 to 9 |" in text
+
+
+def test_names_in_a_description_are_no_markup() -> None:
+    """What a stranger named a callback is shown as text; names with underscores read well."""
+    verdict = {
+        "code": "callback-bound",
+        "severity": "warning",
+        "share": 0.2,
+        "predicted_speedup": 1.25,
+        "culprit": "<img src=x onerror=y>.on_fit|`[a](b)",
+    }
+    cost = {
+        "share": 0.2,
+        "seconds": 1.0,
+        "calls": 1,
+        "name": "*a* &lt; \x1b _b_ A.on_train_batch_end",
+    }
+    text = description(
+        {
+            "run": "r", "status": "a\n# b | c", "stages": {}, "verdicts": [verdict],
+            "culprits": [cost],
+        }
+    )  # fmt: skip
+    assert r"&lt;img src=x onerror=y>.on_fit\|\`\[a\](b)" in text
+    assert r"\*a\* &amp;lt; \\x1b \_b\_ A.on_train_batch_end" in text
+    assert r"- status: a, # b \| c" in text
 
 
 def test_a_run_has_one_page_and_leaves_the_user_s_alone(tmp_path: Path) -> None:

@@ -115,6 +115,8 @@ def test_gz_is_appended_once(case):
         (file_format, "filename", "{rank}/../../a.json", "leaves its folder"),
         (file_format, "filename", "a\\..\\..\\b.json", "leaves its folder"),
         (folder_format, "folder", "{run_name}/..", "leaves its folder"),
+        (file_format, "filename", "\u00fc" * 101 + "{batch}.json", "more than 200 bytes"),
+        (folder_format, "folder", "{run_name}/" + "a" * 201, "more than 200 bytes"),
         (remote_format, "remote_file_name", "/../a", "leaves its folder"),
         (file_format, "filename", "traces/", "has no file name"),
         (file_format, "filename", ".", "has no file name"),

@@ -446,6 +446,18 @@ def test_a_file_that_cannot_be_placed_is_kept(make_writer, worker, tmp_path, com
     assert server.attempts == 0
 
 
+def test_an_older_file_is_not_shown_as_the_new_one(make_writer, worker):
+    """As the summary so far, which stays if the disk is full at the end of the run."""
+    writer = make_writer(overwrite=True, filename="summary.json")
+    after(worker, record(writer))
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.warns(PerfWarning, match="the file there is the state of an earlier moment"):
+        after(worker, writer.write(writer.spool("train"), Timestamp(batch=9), "train", full))
+
+
 def test_a_failing_prepare_is_a_warning(make_writer, worker, tmp_path):
     """An exception of `prepare` is a warning, also on the calling thread."""
     digest = WarningDigest()
