@@ -143,7 +143,7 @@ PLANTED: dict[str, tuple[Signals, dict[str, Any]]] = {
         {"share": 0.2, "phase": "backward", "evidence": {"batch": 61.0}},
     ),
     "host-memory-growth": (
-        signals_of(FINE, columns={"memory/rss": [1e9 + 1e8 * n for n in range(WINDOWS)]}),
+        signals_of(FINE, columns={"memory/rss_level": [1e9 + 1e8 * n for n in range(WINDOWS)]}),
         {"severity": "warning", "share": 0.0},
     ),
     "cpu-saturated": (
@@ -397,7 +397,7 @@ NEIGHBOURS: dict[str, list[Signals]] = {
     "host-memory-growth": [
         # Growth below 100 MB; growth below a tenth; shrinking.
         *(
-            signals_of(FINE, columns={"memory/rss": [first + each * n for n in range(WINDOWS)]})
+            signals_of(FINE, columns={"memory/rss_level": [first + each * n for n in range(WINDOWS)]})
             for first, each in ((2e8, 5e6), (2e10, 1e8), (3e9, -1e8))
         ),
     ],
@@ -450,11 +450,11 @@ def test_rules_are_unknown_if_a_signal_is_missing() -> None:
     assert found.abstained == {
         "warmup": "the first batch or the others were not timed",
         "slowdown": "0 measured batches, and a slowdown needs 100",
-        "host-memory-growth": "memory/rss is not measured",
+        "host-memory-growth": "memory/rss_level is not measured",
         "cpu-saturated": "the kernel does not say how long a thread waits for a CPU",
         "compute-bound": "the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted",
     }
-    short = signals_of(FINE, windows=6, columns={"memory/rss": [1e9] * 6})
+    short = signals_of(FINE, windows=6, columns={"memory/rss_level": [1e9] * 6})
     why = "memory has 1 sample after the warm-up, and a trend needs 8"  # equal reasons are merged
     assert diagnose(short).abstained["host-memory-growth"] == why
 
@@ -468,7 +468,7 @@ def test_steps_slowed_by_a_profiler_have_no_warmup() -> None:
 def test_late_memory_samples_are_diagnosed() -> None:
     """A node's sampler may start late; windows before its first sample are left out."""
     sizes = [np.nan, *(1e9 + 1e8 * n for n in range(1, WINDOWS))]
-    (found,) = diagnose(signals_of(FINE, columns={"memory/rss": sizes})).verdicts
+    (found,) = diagnose(signals_of(FINE, columns={"memory/rss_level": sizes})).verdicts
     assert found.code == "host-memory-growth"
 
 
@@ -510,7 +510,7 @@ TRAPS = {
         FINE, steps=np.random.default_rng(1).uniform(0.025, 0.075, STEPS)
     ),
     "memory that levels off": signals_of(
-        FINE, columns={"memory/rss": [1e9 + min(2e8 * n, 9e8) for n in range(WINDOWS)]}
+        FINE, columns={"memory/rss_level": [1e9 + min(2e8 * n, 9e8) for n in range(WINDOWS)]}
     ),
     "less than a millisecond": signals_of(
         {"forward": 3e-4, "dataloader_next": 2e-4}, steps=np.full(STEPS, 5e-4)
@@ -1350,7 +1350,7 @@ def test_memory_of_our_own_recorders_is_not_the_users(
     growth = np.zeros(WINDOWS)
     growth[[3, 4, 5, 6, 8, 9, 10, 11]] = 1e8
     signals = signals_of(
-        FINE, columns={"memory/rss": 1e9 + np.cumsum(growth)},
+        FINE, columns={"memory/rss_level": 1e9 + np.cumsum(growth)},
         named={RECORDING: [(0.0, int(number in recorded)) for number in range(WINDOWS)]},
     )  # fmt: skip
     codes = [each.code for each in diagnose(signals).verdicts]
