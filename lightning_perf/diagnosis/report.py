@@ -37,6 +37,7 @@ _EVIDENCE = {
     "after_seconds": "batch after",
     "compile_seconds": "compilation",
     "cpu_percent": "CPUs in use",
+    "with_waiting_share": "with its waiting for a CPU",
     "own_percent": "by this training",
     "iowait_percent": "CPUs waiting for I/O",
     "num_workers": "num_workers",
