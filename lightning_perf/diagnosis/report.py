@@ -39,6 +39,7 @@ _EVIDENCE = {
     "cpu_percent": "CPUs in use",
     "with_waiting_share": "with its waiting for a CPU",
     "own_percent": "by this training",
+    "foreign_percent": "by other programs",
     "iowait_percent": "CPUs waiting for I/O",
     "num_workers": "num_workers",
     "torch_threads": "threads of torch",
@@ -84,7 +85,9 @@ def headline(verdict: Verdict) -> str:
     if verdict.share:
         parts.append(f"{verdict.share:.0%} of the time")
         how = "as advised" if "advised_step_seconds" in verdict.evidence else "without it"
-        parts.append(f"{verdict.predicted_speedup:.2f}x faster {how}")
+        # In evidence, beside advice whose effect depends on what other programs do.
+        bound = "at least " if how == "as advised" and "foreign_percent" in verdict.evidence else ""
+        parts.append(f"{bound}{verdict.predicted_speedup:.2f}x faster {how}")
     return f"{text}: {', '.join(parts)}" if parts else text
 
 
