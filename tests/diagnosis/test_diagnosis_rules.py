@@ -805,8 +805,25 @@ def test_useless_workers_are_not_advised() -> None:
     signals = signals_of({**FINE, "dataloader_next": 0.06}, columns=busy, setup=setup)
     (verdict,) = diagnose(signals).verdicts
     assert "Loading a batch of 16 takes a worker up to 220 ms" in verdict.advice
-    assert "More workers would not help" in verdict.advice
+    assert "More workers are not advised, because training uses the 2 CPUs" in verdict.advice
     assert "advised_step_seconds" not in verdict.evidence
+
+
+def test_what_other_programs_use_does_not_limit_the_workers() -> None:
+    """CPUs that are in use for 65 %, 55 % of it by other programs, have room for more workers."""
+    columns = used(cpu_util_simple=65.0, process_cpu=20.0)
+    seconds = {**FINE, "dataloader_next": 0.06}
+    setup = Setup(cpus=2, loader=Loader(num_workers=2, batch_size=16))
+    (verdict,) = diagnose(signals_of(seconds, columns=columns, setup=setup)).verdicts
+    assert "num_workers=4 loads faster: at most" in verdict.advice
+
+
+def test_the_most_workers_per_cpu_are_a_stated_limit() -> None:
+    """Eight workers on two CPUs wait for a disk: more may help, but are not advised."""
+    setup = Setup(cpus=2, loader=Loader(num_workers=8, batch_size=16))
+    (verdict,) = diagnose(signals_of({**FINE, "dataloader_next": 0.06}, setup=setup)).verdicts
+    expected = "More workers than 8 are not advised, because 4 share a CPU then"
+    assert expected in verdict.advice
 
 
 def test_workers_beside_other_programs_are_not_ruled_out() -> None:

@@ -42,7 +42,8 @@ _BARS = ("TQDMProgressBar", "RichProgressBar")
 class Workers(NamedTuple):
     """When more workers are advised, and how many."""
 
-    #: Percent of the CPUs in use from which on loading is CPU work, and not a wait for disks.
+    #: Percent of the CPUs in use by training from which on loading is CPU work, and no wait for
+    #: disks.
     busy: float
     #: Workers per CPU if loading does not need CPUs.
     per_cpu: int
@@ -106,11 +107,11 @@ def _faster_loader(signals: Signals, wait: float, least: Workers) -> tuple[str, 
     # Workers that start, or that validation waits for, do not load batches of training.
     apart = signals.per_batch(signals.restarts.seconds + signals.category("validation"))
     fetch = loader.num_workers * (step - apart) or wait  # of one worker
-    needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) >= least.busy
-    most = max(setup.cpus if needs_cpu else least.per_cpu * setup.cpus, 1)
     # Workers need CPUs that the model and other programs use, too.
     foreign, own = signals.foreign or 0.0, _cpu_seconds(signals) or 0.0
     shared = foreign > least.named
+    needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) - foreign >= least.busy
+    most = max(setup.cpus if needs_cpu else least.per_cpu * setup.cpus, 1)
     on_cpus, delay = own / max(setup.cpus * (1 - foreign / 100), 1e-6), 0.0
     floor = max(rest + _HANDOVER, on_cpus)
     worthwhile = least.more if loader.num_workers else least.first
@@ -157,6 +158,10 @@ def _faster_loader(signals: Signals, wait: float, least: Workers) -> tuple[str, 
     elif floor >= (1 - worthwhile) * step and shared:
         more = "help for certain only if loading waits, as for a network"
         less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
+    elif on_cpus >= (1 - worthwhile) * step or workers == most:
+        more = f"are not advised, because training uses the {counted(setup.cpus, 'CPU')}"
+        if not needs_cpu and workers == most:
+            more = f"than {most} are not advised, because {least.per_cpu} share a CPU then"
     none = f" {_no_workers(signals)}." if loader.num_workers else ""
     return f"{measured} ({why}). More workers {more}: {less}.{none}", None
 
