@@ -46,6 +46,8 @@ _EVIDENCE = {
 }
 #: Lower bounds below this share are not shown.
 _SHOWN = 1e-3
+#: Lower bounds below this part of the share are in the headline.
+_UNCERTAIN = 1 / 2
 
 
 def panel(
@@ -83,7 +85,9 @@ def headline(verdict: Verdict) -> str:
     if verdict.rank is not None and verdict.culprit != f"rank {verdict.rank}":
         parts.append(f"rank {verdict.rank}")
     if verdict.share:
-        parts.append(f"{verdict.share:.0%} of the time")
+        least = float(verdict.evidence.get("lower_bound_share", verdict.share))
+        between = f"between {least:.0%} and " if least < _UNCERTAIN * verdict.share else ""
+        parts.append(f"{between}{verdict.share:.0%} of the time")
         how = "as advised" if "advised_step_seconds" in verdict.evidence else "without it"
         # In evidence, beside advice whose effect depends on what other programs do.
         bound = "at least " if how == "as advised" and "foreign_percent" in verdict.evidence else ""

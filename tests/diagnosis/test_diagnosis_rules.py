@@ -783,8 +783,11 @@ def test_workers_without_a_cpu_give_no_verdict(workers: int, own: float, severit
     columns |= {f"{name}/seconds": [1.0] * WINDOWS for name in use}
     setup = Setup(cpus=2, loader=Loader(num_workers=workers, batch_size=16))
     signals = signals_of({**FINE, "dataloader_next": 0.02}, columns=columns, setup=setup)
-    found = {each.code: each.severity for each in diagnose(signals).verdicts}
-    assert found["input-bound"] == severity
+    found = {each.code: each for each in diagnose(signals).verdicts}
+    assert found["input-bound"].severity == severity
+    assert "healthy" not in found
+    uncertain = "between 3% and 29% of the time" in headline(found["input-bound"])
+    assert uncertain == (severity == "info")
 
 
 def test_a_worker_is_advised_even_if_it_saves_little() -> None:
@@ -994,7 +997,7 @@ def assert_one_number_per_cause(verdict: Verdict) -> None:
         assert verdict.severity in (expected, limits.get(verdict.code))
         least = {"critical": max(0.18, threshold), "warning": threshold, "info": threshold / 3}
         assert share >= least[verdict.severity]
-        assert f" {share:.0%} of the time, " in headline(verdict)
+        assert f"{share:.0%} of the time, " in headline(verdict)
         assert f" {speedup:.2f}x faster" in headline(verdict)
         assert f"{duration(each)} per batch" in evidence_text(verdict)
     if "advised_step_seconds" in evidence:
