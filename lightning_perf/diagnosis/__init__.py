@@ -89,6 +89,8 @@ RULES: tuple[Rule, ...] = (
 CODES = (*(rule.code for rule in RULES), "healthy")
 #: Batches that a diagnosis needs.
 _FEWEST_BATCHES = 30
+#: The share of the time above which the step of an optimizer is unusually slow.
+_OPTIMIZER = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +169,25 @@ def diagnose(signals: Signals, rules: Sequence[Rule] | None = None) -> Findings:
             abstained[rule.code] = f"the rule failed ({describe(error)})"
     verdicts.sort(key=lambda verdict: (verdict.severity == "info", -verdict.share))
     if (not verdicts or verdicts[0].severity == "info") and not any(map(_uncertain, verdicts)):
-        advice = "No cause is worth a warning."
-        if not verdicts:
-            own = sum(signals.share(signals.category(name)) for name in COMPUTE)
-            advice = (
-                f"No cause was found. Forward, backward and the optimizer take {own:.0%} of the "
-                "time; what runs inside of them is not examined."
-            )
-        if signals.step_seconds < LEAST:
-            advice = (
-                f"No cause is worth a warning. Batches of {duration(signals.step_seconds)} are "
-                "mostly overhead of Python and Lightning: larger ones do more work each."
-            )
-        verdicts.insert(0, Verdict("healthy", "info", advice=advice))
+        verdicts.insert(0, _healthy(signals, found=bool(verdicts)))
     return Findings(verdicts, abstained)
+
+
+def _healthy(signals: Signals, found: bool) -> Verdict:
+    """The verdict without a warning; ``found`` says whether there is one of ``info``."""
+    advice = "No cause is worth a warning."
+    if not found:
+        own = sum(signals.share(signals.category(name)) for name in COMPUTE)
+        advice = (
+            f"No cause was found. Forward, backward and the optimizer take {own:.0%} of the "
+            "time; what runs inside of them is not examined."
+        )
+    if signals.step_seconds < LEAST:
+        advice = (
+            f"No cause is worth a warning. Batches of {duration(signals.step_seconds)} are "
+            "mostly overhead of Python and Lightning: larger ones do more work each."
+        )
+    optimizer = signals.share(signals.category("optimizer_step"))
+    if optimizer > _OPTIMIZER:
+        advice += f" The optimizer's step takes {optimizer:.0%} of the time, which is unusual."
+    return Verdict("healthy", "info", advice=advice)

@@ -1066,6 +1066,14 @@ def test_a_cause_goes_with_its_waiting_for_a_cpu() -> None:
     assert sum(each.share for each in found.values()) <= 1 + 1e-9
 
 
+@pytest.mark.parametrize(("seconds", "named"), [(0.004, False), (0.025, True)])
+def test_a_slow_optimizer_is_named(seconds: float, named: bool) -> None:
+    """It has no rule of its own, and the model's own work may hide it."""
+    (found,) = diagnose(signals_of({**FINE, "optimizer_step": seconds})).verdicts
+    assert found.code == "healthy"
+    assert ("The optimizer's step takes 35% of the time" in found.advice) == named
+
+
 def test_a_rule_of_the_user_s_own_gets_what_is_left() -> None:
     """A verdict without seconds has the share that the rules before it leave."""
 
