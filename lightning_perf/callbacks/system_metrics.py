@@ -211,5 +211,5 @@ def _memory(window: Window) -> dict[str, float]:
 
 @cache
 def _memory_columns(columns: tuple[str, ...]) -> list[str]:
-    none = ("memory/node_rank", "memory/pid")
+    none = ("memory/node_rank", "memory/pid", "memory/rss_level")
     return [each for each in columns if each.startswith("memory/") and each not in none]

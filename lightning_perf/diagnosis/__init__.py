@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from lightning_perf.checks import is_list
@@ -88,6 +89,8 @@ RULES: tuple[Rule, ...] = (
 CODES = (*(rule.code for rule in RULES), "healthy")
 #: Batches that a diagnosis needs.
 _FEWEST_BATCHES = 30
+#: The share of the time above which the step of an optimizer is unusually slow.
+_OPTIMIZER = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,8 @@ class Findings:
     """What is wrong, and what is not known."""
 
     #: The most costly first, those of ``info`` last. Without a warning the first one is
-    #: ``healthy``. Empty if nothing is known.
+    #: ``healthy``, unless a cause takes twice its threshold or next to nothing, which is uncertain.
+    #: Empty if nothing is known.
     verdicts: Sequence[Verdict] = ()
     #: Why rules gave no answer, by their codes.
     abstained: Mapping[str, str] = field(default_factory=dict)
@@ -125,6 +129,13 @@ def checked_rules(rules: Sequence[Rule]) -> list[Rule]:
 def reachable(rules: Sequence[Rule] | None) -> set[str]:
     """The codes and severities of the verdicts that rules may reach; None for `RULES`."""
     return {*(rule.code for rule in (RULES if rules is None else rules)), "healthy", *SEVERITIES}
+
+
+def _uncertain(verdict: Verdict) -> bool:
+    """Whether a share may be worth a warning, and is far above its lower bound."""
+    limits = {rule.code: rule.threshold for rule in RULES if isinstance(rule, FunctionRule)}
+    limit, least = limits.get(verdict.code, inf), verdict.evidence.get("lower_bound_share", inf)
+    return verdict.share >= 2 * limit > 2 * float(least)
 
 
 def diagnose(signals: Signals, rules: Sequence[Rule] | None = None) -> Findings:
@@ -157,18 +168,26 @@ def diagnose(signals: Signals, rules: Sequence[Rule] | None = None) -> Findings:
         except Exception as error:
             abstained[rule.code] = f"the rule failed ({describe(error)})"
     verdicts.sort(key=lambda verdict: (verdict.severity == "info", -verdict.share))
-    if not verdicts or verdicts[0].severity == "info":
-        advice = "No cause is worth a warning."
-        if not verdicts:
-            own = sum(signals.share(signals.category(name)) for name in COMPUTE)
-            advice = (
-                f"No cause was found. Forward, backward and the optimizer take {own:.0%} of the "
-                "time; what runs inside of them is not examined."
-            )
-        if signals.step_seconds < LEAST:
-            advice = (
-                f"No cause is worth a warning. Batches of {duration(signals.step_seconds)} are "
-                "mostly overhead of Python and Lightning: larger ones do more work each."
-            )
-        verdicts.insert(0, Verdict("healthy", "info", advice=advice))
+    if (not verdicts or verdicts[0].severity == "info") and not any(map(_uncertain, verdicts)):
+        verdicts.insert(0, _healthy(signals, found=bool(verdicts)))
     return Findings(verdicts, abstained)
+
+
+def _healthy(signals: Signals, found: bool) -> Verdict:
+    """The verdict without a warning; ``found`` says whether there is one of ``info``."""
+    advice = "No cause is worth a warning."
+    if not found:
+        own = sum(signals.share(signals.category(name)) for name in COMPUTE)
+        advice = (
+            f"No cause was found. Forward, backward and the optimizer take {own:.0%} of the "
+            "time; what runs inside of them is not examined."
+        )
+    if signals.step_seconds < LEAST:
+        advice = (
+            f"No cause is worth a warning. Batches of {duration(signals.step_seconds)} are "
+            "mostly overhead of Python and Lightning: larger ones do more work each."
+        )
+    optimizer = signals.share(signals.category("optimizer_step"))
+    if optimizer > _OPTIMIZER:
+        advice += f" The optimizer's step takes {optimizer:.0%} of the time, which is unusual."
+    return Verdict("healthy", "info", advice=advice)

@@ -37,13 +37,17 @@ _EVIDENCE = {
     "after_seconds": "batch after",
     "compile_seconds": "compilation",
     "cpu_percent": "CPUs in use",
+    "with_waiting_share": "with its waiting for a CPU",
     "own_percent": "by this training",
+    "foreign_percent": "by other programs",
     "iowait_percent": "CPUs waiting for I/O",
     "num_workers": "num_workers",
     "torch_threads": "threads of torch",
 }
 #: Lower bounds below this share are not shown.
 _SHOWN = 1e-3
+#: Lower bounds below this part of the share are in the headline.
+_UNCERTAIN = 1 / 2
 
 
 def panel(
@@ -81,9 +85,13 @@ def headline(verdict: Verdict) -> str:
     if verdict.rank is not None and verdict.culprit != f"rank {verdict.rank}":
         parts.append(f"rank {verdict.rank}")
     if verdict.share:
-        parts.append(f"{verdict.share:.0%} of the time")
+        least = float(verdict.evidence.get("lower_bound_share", verdict.share))
+        between = f"between {least:.0%} and " if least < _UNCERTAIN * verdict.share else ""
+        parts.append(f"{between}{verdict.share:.0%} of the time")
         how = "as advised" if "advised_step_seconds" in verdict.evidence else "without it"
-        parts.append(f"{verdict.predicted_speedup:.2f}x faster {how}")
+        # In evidence, beside advice whose effect depends on what other programs do.
+        bound = "at least " if how == "as advised" and "foreign_percent" in verdict.evidence else ""
+        parts.append(f"{bound}{verdict.predicted_speedup:.2f}x faster {how}")
     return f"{text}: {', '.join(parts)}" if parts else text
 
 

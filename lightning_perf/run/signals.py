@@ -56,7 +56,7 @@ _MEMORY = {
 #: All names that `cuda_memory` returns.
 CUDA_MEMORY = (*_MEMORY, "alloc_retries")
 #: Of the processes of a node.
-HOST_MEMORY = ("rss", "peak_rss")
+HOST_MEMORY = ("rss", "peak_rss", "rss_level")
 _NOTHING = (0.0, 0.0)
 #: Columns of a GPU: its number, its sensors, and their seconds.
 GPU_COLUMNS = 2 + len(GPU)

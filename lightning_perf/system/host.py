@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import psutil
 
@@ -86,6 +87,9 @@ class Processes:
     def __init__(self, roots: Set[int]) -> None:
         self._roots = roots
         self._tree: dict[int, psutil.Process] = {}
+        #: The first samples of processes, and their sum in the first reading.
+        self._first: WeakKeyDictionary[psutil.Process, int] = WeakKeyDictionary()
+        self._start = 0.0
         self._peak = 0.0
         self._listed, self._until = 0, 0.0
 
@@ -93,16 +97,22 @@ class Processes:
         """Return current memory, and CPU time since the last call in percent of one CPU."""
         if now >= self._until or len(self._roots) > self._listed:
             self._list(now)
-        rss = cpu = 0.0
+        rss = grown = cpu = 0.0
         for pid, process in list(self._tree.items()):
             try:
                 with process.oneshot():
-                    rss += process.memory_info().rss
+                    size = process.memory_info().rss
                     cpu += process.cpu_percent()  # since the last call for this process
             except psutil.Error:  # the process has ended
                 del self._tree[pid]
-        self._peak = max(self._peak, rss, _high_water())
-        return {"process_rss": rss, "process_peak_rss": self._peak, "process_cpu": cpu}
+                continue
+            rss += size
+            grown += size - self._first.setdefault(process, size)
+        self._peak, self._start = max(self._peak, rss, _high_water()), self._start or rss
+        return {
+            "process_rss": rss, "process_peak_rss": self._peak,
+            "process_rss_level": self._start + grown, "process_cpu": cpu,
+        }  # fmt: skip
 
     def _list(self, now: float) -> None:
         roots, start = list(self._roots), time.perf_counter()

@@ -42,7 +42,7 @@ VERSION = 2
 _OURS = "<!-- lightning_perf -->"
 #: Categories and costs that views show, and the minimum share of each.
 _MOST_CATEGORIES, _MOST_COSTS, _LEAST_COST = 5, 3, 0.01
-#: The share of our own callbacks above which fewer reports are advised.
+#: The share of our own callbacks above which fewer reports, or recordings, are advised.
 _COSTLY = 0.02
 #: Entries of ``throughput`` that the views show: name, format, divisor and metric.
 RATES = {
@@ -238,8 +238,13 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
     if lines:
         yield "costs by name", "\n".join(lines[:_MOST_COSTS])
     if overhead := summary.get("overhead"):
-        reports = overhead["share"] - overhead.get("recording", 0.0)
-        advice = ": raise Trainer(log_every_n_steps)" if reports > _COSTLY else ""
+        recording = overhead.get("recording", 0.0)
+        parts = {
+            "reports: raise Trainer(log_every_n_steps)": overhead["share"] - recording,
+            "recording: record fewer batches": recording,
+        }
+        costly = (f"; {part:.1%} for {less}" for less, part in parts.items() if part > _COSTLY)
+        advice = "".join(costly)
         yield "lightning_perf", f"{overhead['share']:.1%} of the time{advice}"
 
 

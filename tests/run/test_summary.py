@@ -720,7 +720,8 @@ def test_costly_reports_are_named(share: float, recording: float, advised: bool)
     overhead = {"seconds": 1.0, "share": share, "recording": recording}
     text = description({"run": "r", "status": "finished", "stages": {}, "overhead": overhead})
     assert f"lightning_perf: {share:.1%} of the time" in text
-    assert ("raise Trainer(log_every_n_steps)" in text) == advised
+    assert ("for reports: raise Trainer(log_every_n_steps)" in text) == advised
+    assert ("; 13.0% for recording: record fewer batches" in text) == (recording == 0.13)
 
 
 def test_a_name_of_two_lines_is_one_in_markdown() -> None:

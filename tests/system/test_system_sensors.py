@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,7 @@ import pytest
 
 from lightning_perf.cgroup import Cgroup
 from lightning_perf.system import Sampler
-from lightning_perf.system.host import Cpu, Rates, memory, physical, traffic
+from lightning_perf.system.host import Cpu, Processes, Rates, memory, physical, traffic
 
 Patch = pytest.MonkeyPatch
 GB = 10**9
@@ -229,3 +232,26 @@ def test_a_core_with_decreasing_counters_is_excluded(monkeypatch: Patch, tmp_pat
         times((2, 0, 8), (1, 1, 0)),
     )
     assert found == {"cpu_util_simple": 50.0, "cpu_util_max": 50.0, "cpu_iowait": 0.0}
+
+
+def test_a_new_process_is_no_growth_of_memory() -> None:
+    """It adds its memory to the sum, and what it grows by later to the level."""
+    grow = "held = []\nwhile True: held.append(b'x' * 50_000_000); print(flush=True); input()"
+    processes = Processes({os.getpid()})
+    before = processes(1e6)
+    assert before["process_rss_level"] == before["process_rss"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", grow], stdin=pipe, stdout=pipe) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        late = processes(2e6)
+        assert late["process_rss"] - before["process_rss"] > 50e6
+        assert late["process_rss_level"] == pytest.approx(before["process_rss"], abs=20e6)
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        grown = processes(3e6)["process_rss_level"] - late["process_rss_level"]
+        child.kill()
+    assert grown > 40e6
+    assert processes(4e6)["process_rss_level"] == pytest.approx(before["process_rss"], abs=20e6)

@@ -56,7 +56,8 @@ class Verdict:
     #: Fraction of the run's wall time that the cause takes. No second is in two verdicts.
     share: float = 0.0
     #: Wall time now divided by wall time with the advice followed, if the evidence has
-    #: ``advised_step_seconds``, and otherwise without the cause: ``1 / (1 - share)``, the maximum.
+    #: ``advised_step_seconds``, and otherwise without the cause, the maximum: ``1 / (1 - share)``,
+    #: or with the waiting for a CPU within the cause, ``1 / (1 - with_waiting_share)``.
     predicted_speedup: float = 0.0
     #: ``Class.hook``, ``Class.method`` or another name.
     culprit: str | None = None
@@ -167,8 +168,9 @@ class Claim(NamedTuple):
     seconds: Numbers
     #: As of the `Impact`.
     contended: bool
-    #: Of the run's wall time.
+    #: Of the run's wall time, without and with the waiting for a CPU that has a verdict of its own.
     share: float
+    whole: float
 
 
 class Unclaimed:
@@ -208,9 +210,9 @@ class Unclaimed:
             parts = {name: first * part for name, part in parts.items()}
             seconds = first * seconds
         waits = sum((self._waited[name] * part for name, part in parts.items()), signals.nothing)
-        own = seconds - waits if contended else seconds
-        share = float(own.sum() / signals.wall.sum())
-        return Claim(parts, seconds, contended, self._left(share))
+        waited = float(waits.sum() / signals.wall.sum()) if contended else 0.0
+        share = self._left(float(seconds.sum() / signals.wall.sum()) - waited)
+        return Claim(parts, seconds, contended, share, share + waited)
 
     def take(self, claim: Claim) -> None:
         """Give seconds to a verdict."""
@@ -275,9 +277,12 @@ def judge(
         return
     unclaimed.take(claim)
     evidence = {"seconds_per_batch": per_batch, "lower_bound_share": certain, **impact.evidence}
-    speedup, advice = 0.0, impact.advice
+    if claim.whole > share:
+        evidence["with_waiting_share"] = claim.whole
+    saves, advice = 1.0 if impact.saves is None else impact.saves, impact.advice
+    speedup = 1 / (1 - min(claim.whole * saves, 0.99))
     if impact.saves is not None:
-        speedup, now = 1 / (1 - min(share * impact.saves, 0.99)), signals.step_seconds
+        now = signals.step_seconds
         evidence["advised_step_seconds"] = now / speedup
         promise = f"{duration(now / speedup)} per batch instead of {duration(now)}"
         advice = advice.replace(PROMISE, promise)

@@ -42,7 +42,8 @@ _BARS = ("TQDMProgressBar", "RichProgressBar")
 class Workers(NamedTuple):
     """When more workers are advised, and how many."""
 
-    #: Percent of the CPUs in use from which on loading is CPU work, and not a wait for disks.
+    #: Percent of the CPUs in use by training from which on loading is CPU work, and no wait for
+    #: disks.
     busy: float
     #: Workers per CPU if loading does not need CPUs.
     per_cpu: int
@@ -52,7 +53,8 @@ class Workers(NamedTuple):
     first: float
     more: float
     contested: float
-    #: Percent of the CPUs that other programs use from which on the advice names them.
+    #: Percent of the CPUs that other programs use from which on the advice names them, and promises
+    #: a bound.
     named: float
 
 
@@ -71,6 +73,8 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
         usable_cpus=signals.setup.cpus,
     )  # fmt: skip
+    if (signals.foreign or 0.0) > least.named:
+        evidence["foreign_percent"] = signals.foreign or 0.0
     yield Impact(
         waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
         saves=saves, certain=signals.cpus_left if workers else 1.0,
@@ -103,22 +107,29 @@ def _faster_loader(signals: Signals, wait: float, least: Workers) -> tuple[str, 
     # Workers that start, or that validation waits for, do not load batches of training.
     apart = signals.per_batch(signals.restarts.seconds + signals.category("validation"))
     fetch = loader.num_workers * (step - apart) or wait  # of one worker
-    needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) >= least.busy
-    most = max(setup.cpus if needs_cpu else least.per_cpu * setup.cpus, 1)
     # Workers need CPUs that the model and other programs use, too.
     foreign, own = signals.foreign or 0.0, _cpu_seconds(signals) or 0.0
-    on_cpus = own / max(setup.cpus * (1 - foreign / 100), 1e-6)
+    shared = foreign > least.named
+    needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) - foreign >= least.busy
+    most = max(setup.cpus if needs_cpu else least.per_cpu * setup.cpus, 1)
+    on_cpus, delay = own / max(setup.cpus * (1 - foreign / 100), 1e-6), 0.0
     floor = max(rest + _HANDOVER, on_cpus)
     worthwhile = least.more if loader.num_workers else least.first
-    if setup.device == "cpu" and setup.threads > 1 and on_cpus > rest + _HANDOVER:
+    contested = setup.device == "cpu" and setup.threads > 1
+    if contested and on_cpus > rest + _HANDOVER:
         # Threads of torch wait for the one that shares its CPU with a worker: from all to none of
         # the idle CPU time can be used.
         floor, worthwhile = (on_cpus + max(step, on_cpus)) / 2, least.contested
+    elif shared:
+        # A fair scheduler gives workers a part of what other programs use. The training and workers
+        # delay each other, by the CPU time of both at most: of one thread, spread over the CPUs.
+        delay = own / (1 if contested else setup.cpus)
+        floor = rest + _HANDOVER + delay
     # A tenth more than needed: workers do not finish in step.
     workers = min(max(ceil(1.1 * fetch / max(floor - apart, 1e-6)), 1), most)
     # Nothing loads the first batch of an epoch ahead.
     first = fetch / setup.batches_per_epoch if setup.batches_per_epoch else 0.0
-    faster = max(floor, apart + fetch / workers) + (0.0 if loader.num_workers else first)
+    faster = max(floor, apart + fetch / workers + delay) + (0.0 if loader.num_workers else first)
     batch = f"a batch of {loader.batch_size}" if loader.batch_size else "a batch"
     item = f", {duration(fetch / loader.batch_size)} per item" if loader.batch_size else ""
     # If training waits for the handover only, workers load faster than it asks.
@@ -133,18 +144,24 @@ def _faster_loader(signals: Signals, wait: float, least: Workers) -> tuple[str, 
             " The dataset is iterable: it must divide its items among the workers, and one without "
             "a shard of its own loads nothing."
         )
+        bound = "at most " if shared else ""
+        beside = f", and other programs use {foreign:.0f}% of them" if shared else ""
         return (
-            f"{measured}. num_workers={workers} {hides}: {PROMISE}. {setup.cpus} CPUs are usable."
-            f"{shards if loader.iterable and workers > 1 else ''}"
+            f"{measured}. num_workers={workers} {hides}: {bound}{PROMISE}. {setup.cpus} CPUs are "
+            f"usable{beside}.{shards if loader.iterable and workers > 1 else ''}"
         ), (step - faster) / wait
     why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
     more = "would not help"
     less = "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
     if setup.batches_per_epoch == 1:
         less = "an epoch has one batch, and workers load ahead within an epoch. Use longer epochs"
-    elif floor >= (1 - worthwhile) * step and foreign > least.named:
+    elif floor >= (1 - worthwhile) * step and shared:
         more = "help for certain only if loading waits, as for a network"
         less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
+    elif on_cpus >= (1 - worthwhile) * step or workers == most:
+        more = f"are not advised, because training uses the {counted(setup.cpus, 'CPU')}"
+        if not needs_cpu and workers == most:
+            more = f"than {most} are not advised, because {least.per_cpu} share a CPU then"
     none = f" {_no_workers(signals)}." if loader.num_workers else ""
     return f"{measured} ({why}). More workers {more}: {less}.{none}", None
 

@@ -45,7 +45,7 @@ class Idling(NamedTuple):
 def host_memory_growth(signals: Signals, least: Growth) -> Iterable[Verdict]:
     """The processes' memory grows without levelling off."""
     free = signals.average("system/free_memory", latest=True)
-    times, sizes, recordings = _samples(signals, "memory/rss", 1.0)
+    times, sizes, recordings = _samples(signals, "memory/rss_level", 1.0)
     # A node is sampled at intervals: several short windows have the same sample.
     fresh = np.append(True, np.diff(sizes) != 0)[: len(sizes)]
     times, sizes, recordings = times[fresh], sizes[fresh], recordings[fresh]
