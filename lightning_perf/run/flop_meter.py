@@ -7,6 +7,7 @@ import logging
 import math
 from contextlib import suppress
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import (
@@ -79,6 +80,8 @@ class FlopMeter:
         self._declares = self._compiled = False
         #: Whether the module declares the FLOPs of this stage's batches.
         self._declared = False
+        #: The last declared value and its cost.
+        self._last_declared: tuple[float, BatchCost] | None = None
         self._caches: dict[Hashable, FlopCache] = {}
         #: The costs of this stage's signatures; None until its next step.
         self._cache: FlopCache | None = None
@@ -110,6 +113,7 @@ class FlopMeter:
         if not self.wanted:
             return
         self._declares = getattr(self.module, "flops_per_batch", None) is not None
+        self._last_declared = None
         self._compiled = is_compiled(self.module)
         self.resume(stage)
         self.peaks.get(self.peaks.dtype)
@@ -286,6 +290,8 @@ class FlopMeter:
         try:
             value: Any = self.module.flops_per_batch
             flops = float(value(batch) if callable(value) else value)
+            if self._last_declared is not None and self._last_declared[0] == flops:
+                return self._last_declared[1]
             if not (math.isfinite(flops) and flops > 0):
                 raise ValueError(f"{flops!r} is not a positive number")
         except Exception as error:
@@ -297,7 +303,9 @@ class FlopMeter:
             )
             return None
         own = {self.peaks.dtype: round(flops / self.sharing)}
-        return self.peaks.cost_of(Counts(model=own, hardware=own))
+        cost = self.peaks.cost_of(Counts(model=own, hardware=own))
+        self._last_declared = flops, cost
+        return cost
 
 
 class _Step(MethodPatch):
@@ -345,6 +353,8 @@ class _Counting:
         self._runs: list[int] = []
         # Steps that run now: one may run another one.
         self._running = 0
+        # Torch's hooks are called for the optimizers of all threads.
+        self._thread = get_ident()
         self._hooks = (
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
@@ -366,6 +376,8 @@ class _Counting:
             hook.remove()
 
     def _before(self, _: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if get_ident() != self._thread:
+            return args, kwargs
         self._running += 1
         if self._running == 1:
             self._runs.append(0)
@@ -377,8 +389,9 @@ class _Counting:
         return args, kwargs
 
     def _after(self, *_: object) -> None:
-        self._running -= 1
-        self._pause(self._running > 0)
+        if get_ident() == self._thread:
+            self._running -= 1
+            self._pause(self._running > 0)
 
     def _pause(self, paused: bool) -> None:
         if self.counter is not None:

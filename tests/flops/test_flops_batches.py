@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor
+from lightning_perf.flops import FlopCounter
 from lightning_perf.flops.shapes import MOST_COUNTED
+from lightning_perf.run import flop_meter
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)
 
@@ -239,3 +242,24 @@ def test_lengths_beyond_the_counted_ones_are_not_predicted(tmp_path: Path) -> No
     found = records.of("batch_flops")[1:]
     assert found == [(i, min(lengths[i], 64) * FLOPS_PER_SAMPLE) for i, _ in found]
     assert len(found) == 120 - 1
+
+
+def test_optimizers_of_other_threads_do_not_pause_a_count() -> None:
+    """Torch calls the hooks of optimizers for those of all threads."""
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    layer(torch.ones(2, 4)).sum().backward()
+    seen: list[bool] = []
+    counter = FlopCounter()
+    counting = flop_meter._Counting(counter)
+    try:
+        optimizer.register_step_pre_hook(lambda *_: seen.append(counter.paused))
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+        optimizer.step()
+    finally:
+        counting.close()
+    assert seen == [False, True]
+    assert not counter.paused
