@@ -184,10 +184,11 @@ def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     yield connector, "update_eval_epoch_metrics", "reduce_metrics", "Trainer.epoch_values"
 
 
+_MFU = "mfu %"
 #: Metrics that callbacks of Lightning can monitor, and their names on the progress bar.
 _SHOWN = {
-    "mfu": "mfu %",
-    "throughput/device/mfu": "mfu %",
+    "mfu": _MFU,
+    "throughput/device/mfu": _MFU,
     "throughput/batches_per_sec": "",
     "throughput/samples_per_sec": "samples/s",
     "throughput/tokens_per_sec": "tokens/s",
@@ -218,10 +219,10 @@ def complete_monitored(trainer: Trainer) -> None:
             watched.setdefault(key, torch.tensor(0.0))
 
 
-def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
+def show_metrics(trainer: Trainer, metrics: Mapping[str, float], bound: bool = False) -> None:
     """Put MFU and throughput on progress bars, and what is monitored into ``callback_metrics``.
 
-    Not those that the module logs under the same key.
+    Not those that the module logs under the same key. MFU may be a lower bound.
     """
     connector = getattr(trainer, "_logger_connector", None)
     watched = getattr(connector, "_callback_metrics", None)
@@ -236,7 +237,9 @@ def show_metrics(trainer: Trainer, metrics: Mapping[str, float]) -> None:
         watched[key] = torch.tensor(shown[key])
     for key, value in shown.items():
         if label := _SHOWN[key]:
-            on_bar[label] = float(f"{100 * value if label == 'mfu %' else value:.3g}")
+            is_mfu = label == _MFU
+            label = f"{label} at least" if is_mfu and bound else label
+            on_bar[label] = float(f"{100 * value if is_mfu else value:.3g}")
 
 
 def validation_loop(trainer: Trainer) -> Any:

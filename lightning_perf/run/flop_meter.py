@@ -44,7 +44,10 @@ _STEPS = {
 _TRIES = 8
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
-_UNTRACKED = "lightning_perf: FLOPs of these operators are unknown and not counted: %s."
+_UNTRACKED = (
+    "lightning_perf: the FLOPs of %s are not counted: MFU is a lower bound. Register them with "
+    "lightning_perf.extend.flop_formula."
+)
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
 
@@ -88,7 +91,9 @@ class FlopMeter:
         self._signature: Signature = ()
         #: The number of the data loader.
         self._loader = 0
-        self._warned_unpredictable = self._warned_untracked = False
+        self._warned_unpredictable = False
+        #: The names of what runs and has no known FLOPs, as one text: MFU is then a lower bound.
+        self.not_counted = ""
         #: The count of the current batch, if its FLOPs are not known.
         self.counting: _Counting | None = None
         # Patches of each step, and patches during a counted batch.
@@ -266,9 +271,8 @@ class FlopMeter:
     def _store(self, counts: Counts) -> None:
         assert self._cache is not None  # found before the batch was counted
         cache = self._cache
-        if counts.untracked_names and not self._warned_untracked:
-            self._warned_untracked = True
-            names = ", ".join(sorted({*counts.untracked_names}))
+        if counts.untracked_names and not self.not_counted:
+            self.not_counted = names = ", ".join(sorted({*counts.untracked_names}))
             self._describe({"untracked_operations": names})
             if self._trainer.global_rank == 0:
                 _log.warning(_UNTRACKED, names)

@@ -202,7 +202,7 @@ class Run:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log metrics to every logger of the trainer, from rank 0, and show them on every rank."""
-        compat.show_metrics(self.trainer, metrics)
+        compat.show_metrics(self.trainer, metrics, bound=bool(self.meter.not_counted))
         self.reporting.log(metrics, step)
 
     def write_files(
@@ -215,8 +215,12 @@ class Run:
 
     def setup(self) -> dict[str, object]:
         """Device, its peak if it is known, precision and strategy."""
-        peak = self.meter.peaks.setup() if self.meter.wanted else {}
-        return compat.setup_of(self.trainer) | peak
+        setup = compat.setup_of(self.trainer)
+        if self.meter.wanted:
+            setup |= self.meter.peaks.setup()
+        if self.meter.not_counted:
+            setup["flops_not_counted"] = self.meter.not_counted
+        return setup
 
     def _sources(self) -> dict[str, Callable[[], Signal]]:
         """Functions that start the signals, called when a callback subscribes to their columns.

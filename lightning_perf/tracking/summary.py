@@ -56,6 +56,10 @@ RATES = {
 }  # fmt: skip
 
 
+#: Those that are bounds if FLOPs of some kernels are not counted.
+_OF_FLOPS = ("mfu", "flops_per_sec_per_device")
+
+
 class SummaryError(LookupError):
     """A summary that cannot be read; the message says why, in one line."""
 
@@ -198,10 +202,10 @@ def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
     windows = {title: found[key] for key, title in titles.items() if found.get(key)}
     heads = (f"{title}\n{steps_text(w['first'], w['last'])}" for title, w in windows.items())
     figures: list[_Row] = [("", *heads)]
-    for key, (name, text, unit, _) in RATES.items():
+    for key, (name, _, _, _) in RATES.items():
         values = [window.get("throughput", {}).get(key) for window in windows.values()]
         if any(value is not None for value in values):
-            cells = ("" if each is None else text.format(each / unit) for each in values)
+            cells = ("" if each is None else _rate(summary, key, each) for each in values)
             figures.append((name, *cells))
     figures += _times([*windows.values()])
     facts = [*_facts(summary, stage, found.get("whole_run") or {})]
@@ -211,6 +215,13 @@ def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
 def steps_text(first: float, last: float) -> str:
     """The steps that a window covers."""
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def _rate(summary: Summary, key: str, value: float) -> str:
+    """A rate with its unit; MFU and FLOP/s are bounds if something was not counted."""
+    _, text, unit, _ = RATES[key]
+    bound = key in _OF_FLOPS and summary.get("setup", {}).get("flops_not_counted")
+    return f"{'>= ' if bound else ''}{text.format(value / unit)}"
 
 
 def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -227,6 +238,8 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
         # That of the mix of dtypes, which MFU uses.
         peak = float(whole.get("peak_flops", setup["peak_flops"]))
         yield "peak", f"{peak / 1e12:.3g} TFLOP/s per device ({source})"
+    if names := setup.get("flops_not_counted"):
+        yield "not counted", f"{names}: MFU is a lower bound"
     if check := _cross_check(whole.get("throughput") or {}, summary.get("system") or {}):
         yield "tensor cores", check
     if flops := whole.get("flops_per_batch"):
@@ -338,9 +351,9 @@ def headline(summary: Summary, window: str = "whole_run") -> str:
     """The run in one line, MFU first; empty if no rate is known."""
     found = (main_stage(summary)[1].get(window) or {}).get("throughput", {})
     parts = []
-    for key, (name, text, unit, _) in RATES.items():
+    for key, (name, _, _, _) in RATES.items():
         if key in found:
-            value = text.format(found[key] / unit)
+            value = _rate(summary, key, found[key])
             parts.append(f"{name} {value}" if key == "mfu" else f"{value} {name}")
     return " \u00b7 ".join(parts)
 

@@ -22,6 +22,7 @@ from lightning_perf.run.batches import BatchRecord, BatchTotals
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.context import RunContext
 from lightning_perf.run.signals import FormulaSignal
+from lightning_perf.tracking.summary import headline, read_summary, rows
 
 KEYS = {
     "mfu", "hfu", "batch_flops", "actual_batches_per_sec", "max_batches_per_sec", "total_flops",
@@ -482,3 +483,37 @@ def test_mfu_under_a_causal_mask_is_logged_in_both_conventions(
     assert full.keys() == half.keys() == {4, 9, 14}
     for step, value in full.items():
         assert half[step] / value == pytest.approx((WIDTH + 1) / (2 * WIDTH))
+
+
+@torch.library.custom_op("perf_tests::opaque", mutates_args=())
+def opaque(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+opaque.register_autograd(lambda _, gradient: gradient)
+
+
+class PartlyOpaque(Small):
+    """Runs an operator whose FLOPs nobody knows."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([opaque(batch[0]), batch[1]], batch_idx)
+
+
+def test_mfu_is_shown_as_a_bound_if_something_is_not_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The summary, its headline and the progress bar say so, and one warning names it."""
+    fit = trainer(tmp_path, Flops(peak_flops=1e12), SpeedMonitor(4), log_every_n_steps=4)
+    fit.fit(PartlyOpaque())
+    (path,) = tmp_path.rglob("summary.json")
+    summary = read_summary(path)
+    facts, figures = rows(summary)
+    assert dict(facts)["not counted"] == "perf_tests::opaque: MFU is a lower bound"
+    (mfu,) = (row for row in figures if row[0] == "MFU")
+    assert all(cell.startswith(">= ") for cell in mfu[1:])
+    assert headline(summary).startswith("MFU >= ")
+    assert fit.progress_bar_metrics["mfu % at least"] >= 0
+    assert "mfu %" not in fit.progress_bar_metrics
+    warned = [one for one in caplog.messages if "perf_tests::opaque are not counted" in one]
+    assert len(warned) == 1
