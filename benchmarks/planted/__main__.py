@@ -87,9 +87,11 @@ class Recorded(Diagnosis):
         super().__init__(terminal=False)
         self.wall = wall
 
-    def _leave_files(self, context: Any, signals: Any) -> None:
-        path = Path(context.trainer.default_root_dir, "found.pickle")
-        path.write_bytes(pickle.dumps((self.wall.seconds, signals)))
+    def close(self, context: Any, reason: str) -> None:
+        super().close(context, reason)
+        if context.ranks.global_rank == 0:
+            path = Path(context.trainer.default_root_dir, "found.pickle")
+            path.write_bytes(pickle.dumps((self.wall.seconds, self._diagnosed)))
 
 
 def step_seconds(workload: type[Any], seed: int) -> float:
