@@ -818,7 +818,7 @@ def test_what_other_programs_use_does_not_limit_the_workers() -> None:
     seconds = {**FINE, "dataloader_next": 0.06}
     setup = Setup(cpus=2, loader=Loader(num_workers=2, batch_size=16))
     (verdict,) = diagnose(signals_of(seconds, columns=columns, setup=setup)).verdicts
-    assert "num_workers=4 loads faster: at most" in verdict.advice
+    assert re.search(r"num_workers=\d hides the loading: at most 50.5 ms", verdict.advice)
 
 
 def test_the_most_workers_per_cpu_are_a_stated_limit() -> None:
@@ -1147,7 +1147,7 @@ def test_workers_are_promised_no_more_than_there_are_cpus(columns: Any, least: f
     assert f"{0.584 / step:.2f}x faster as advised" in headline(found)
 
 
-def test_a_fair_share_of_busy_cpus_is_promised_as_a_bound() -> None:
+def test_what_workers_gain_beside_other_programs_is_promised_as_a_bound() -> None:
     """A dataset that sleeps gained 1.81x while other programs used 1.5 of 2 CPUs."""
     signals = signals_of(
         {"forward": 0.0231, "dataloader_next": 0.0235}, named={RUNNING: every(0.07)},
@@ -1155,7 +1155,7 @@ def test_a_fair_share_of_busy_cpus_is_promised_as_a_bound() -> None:
         setup=Setup(cpus=2, loader=Loader(0, 32)),
     )  # fmt: skip
     found = next(each for each in diagnose(signals).verdicts if each.code == "input-bound")
-    assert 1.6 < found.predicted_speedup < 1.81
+    assert 1.2 < found.predicted_speedup < 1.81
     assert f"at least {found.predicted_speedup:.2f}x faster as advised" in headline(found)
     assert "num_workers=1 loads faster: at most 27.8 ms per batch instead of" in found.advice
     assert "2 CPUs are usable, and other programs use 89% of them." in found.advice

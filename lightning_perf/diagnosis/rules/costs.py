@@ -112,24 +112,19 @@ def _faster_loader(signals: Signals, wait: float, least: Workers) -> tuple[str, 
     shared = foreign > least.named
     needs_cpu = (signals.average("system/cpu_util_simple") or 0.0) - foreign >= least.busy
     most = max(setup.cpus if needs_cpu else least.per_cpu * setup.cpus, 1)
-    on_cpus, delay = own / max(setup.cpus * (1 - foreign / 100), 1e-6), 0.0
+    # What is promised is a bound: a fair scheduler also gives a part of what others use now.
+    on_cpus = own / max(setup.cpus * (1 - foreign / 100), 1e-6)
     floor = max(rest + _HANDOVER, on_cpus)
     worthwhile = least.more if loader.num_workers else least.first
-    contested = setup.device == "cpu" and setup.threads > 1
-    if contested and on_cpus > rest + _HANDOVER:
+    if setup.device == "cpu" and setup.threads > 1 and on_cpus > rest + _HANDOVER:
         # Threads of torch wait for the one that shares its CPU with a worker: from all to none of
         # the idle CPU time can be used.
         floor, worthwhile = (on_cpus + max(step, on_cpus)) / 2, least.contested
-    elif shared:
-        # A fair scheduler gives workers a part of what other programs use. The training and workers
-        # delay each other, by the CPU time of both at most: of one thread, spread over the CPUs.
-        delay = own / (1 if contested else setup.cpus)
-        floor = rest + _HANDOVER + delay
     # A tenth more than needed: workers do not finish in step.
     workers = min(max(ceil(1.1 * fetch / max(floor - apart, 1e-6)), 1), most)
     # Nothing loads the first batch of an epoch ahead.
     first = fetch / setup.batches_per_epoch if setup.batches_per_epoch else 0.0
-    faster = max(floor, apart + fetch / workers + delay) + (0.0 if loader.num_workers else first)
+    faster = max(floor, apart + fetch / workers) + (0.0 if loader.num_workers else first)
     batch = f"a batch of {loader.batch_size}" if loader.batch_size else "a batch"
     item = f", {duration(fetch / loader.batch_size)} per item" if loader.batch_size else ""
     # If training waits for the handover only, workers load faster than it asks.
