@@ -1157,7 +1157,7 @@ def test_what_workers_gain_beside_other_programs_is_promised_as_a_bound() -> Non
     found = next(each for each in diagnose(signals).verdicts if each.code == "input-bound")
     assert 1.2 < found.predicted_speedup < 1.81
     assert f"at least {found.predicted_speedup:.2f}x faster as advised" in headline(found)
-    assert "num_workers=1 loads faster: at most 27.8 ms per batch instead of" in found.advice
+    assert "num_workers=1 loads faster: at most 38.1 ms per batch instead of" in found.advice
     assert "2 CPUs are usable, and other programs use 89% of them." in found.advice
 
 
