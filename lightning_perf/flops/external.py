@@ -11,10 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops.attention import Attention, Work
 from lightning_perf.flops.operators import FORMULAS, ByCall, ByName, formula_of, qualified_name
+from lightning_perf.patches import MethodPatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,6 +121,8 @@ EXTERNAL: dict[str, ByName | Callable[..., Any] | None] = {
     **_named("fla.ops.simple_gla", "chunk_simple_gla", _linear_attention),
     **_named("flash_attn.cute.interface", "flash_attn_func flash_attn_varlen_func", _attention),
 }
+#: What a call of can be counted; other callables have more than their call.
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 #: Triton kernels whose work does not count, as that of elementwise operators.
 _LIGHT_KERNEL = re.compile(
     r"norm|rope|rotary|embedding|glu|elu|silu|sigmoid|softmax|cross_entropy|kldiv|jsd|dropout|cumsum"
@@ -167,7 +169,7 @@ def flop_formula(target: Any, formula: Callable[..., Any]) -> None:
     elif hasattr(operator, "_schema"):
         FORMULAS[qualified_name(operator)] = ByCall(formula)
         formula_of.cache_clear()
-    elif callable(target) and hasattr(target, "__qualname__") and hasattr(target, "__module__"):
+    elif type(target) in _FUNCTIONS or (isinstance(target, type) and issubclass(target, nn.Module)):
         EXTERNAL[f"{target.__module__}:{target.__qualname__}"] = formula
     else:
         problem = "is no operator, function, module class or address of one"
@@ -177,84 +179,96 @@ def flop_formula(target: Any, formula: Callable[..., Any]) -> None:
 # -- calls while a batch is counted --------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Replaced:
-    """An attribute that is wrapped for now."""
+class _Counted(MethodPatch):
+    """A function that is counted; it is equal to the original and pickles as it."""
 
-    owner: Any
-    name: str
-    original: Any
-    ours: Any
+    def __init__(self, original: Any, name: str, formula: Any, active: Callable[[], Any]) -> None:
+        super().__init__(original)
+        self._counts = name, formula, active
+        self.__module__ = original.__module__
 
-    def restore(self) -> None:
-        if vars(self.owner).get(self.name) is self.ours:  # nobody has replaced it since
-            setattr(self.owner, self.name, self.original)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, and count it."""
+        if torch.compiler.is_compiling():  # compiled code is counted on a shadow, or not at all
+            return self.original(*args, **kwargs)
+        return _call(self.original, *self._counts, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        return self.original.__qualname__  # it stands under this name in its module
+
+
+def _call(
+    original: Any, name: str, formula: Any, active: Callable[[], Any], args: Any, kwargs: Any
+) -> Any:
+    """Call a function, and count it if the thread's operators are counted."""
+    counter = active()
+    if counter is None or counter.within_external:
+        return original(*args, **kwargs)
+    counter.within_external, out = formula is not None, None
+    try:
+        out = original(*args, **kwargs)
+    finally:  # a recomputation may end by an exception
+        counter.within_external = False
+        with suppress(Exception):
+            _record(counter, name, formula, original, args, kwargs, out)
+    return out
 
 
 class Wrapped:
-    """Wraps what `EXTERNAL` names in packages that are imported, until `restore`."""
+    """Wraps what `EXTERNAL` names in packages that are imported, until `restore`.
+
+    It reads and writes the dictionaries of modules, without their own ways of access, and wraps
+    nothing but plain functions and the ``forward`` that a class defines. No error leaves it.
+    """
 
     def __init__(self, active: Callable[[], Any]) -> None:
         # Returns the `FlopCounter` of the calling thread, if it counts.
         self._active = active
-        self._replaced: list[_Replaced] = []
-        functions: dict[int, tuple[Any, Any]] = {}
+        self._functions: dict[int, _Counted] = {}
+        # Classes, with the name and both values of a method.
+        self._methods: list[tuple[type, str, Any, Any]] = []
         for address, formula in EXTERNAL.items():
-            with suppress(AttributeError):  # of another version of the package
-                name, _, path = address.partition(":")
-                if (module := sys.modules.get(name)) is None:
-                    continue
-                target: Any = module
-                for part in path.split("."):
-                    target = getattr(target, part)
-                if isinstance(target, type) and issubclass(target, nn.Module):
-                    ours = self._counted(target.forward, f"{name}.{path}", formula)
-                    self._replace(target, "forward", target.forward, ours)
-                elif callable(target):
-                    ours = self._counted(target, f"{name}.{path}", formula)
-                    functions[id(target)] = target, ours
-        if functions:
-            self._replace_functions(functions)
-        jit = sys.modules.get("triton.runtime.jit")
-        if (kind := getattr(jit, "JITFunction", None)) is not None:
-            self._replace(kind, "run", kind.run, self._noted(kind.run))
+            with suppress(Exception):  # of another version of the package
+                self._wrap(address, formula)
+        if self._functions:
+            for module in _modules():
+                for name, value in [*vars(module).items()]:
+                    ours = self._functions.get(id(value))
+                    if ours is not None and value is ours.original:
+                        vars(module)[name] = ours
+        with suppress(Exception):
+            kernels = vars(sys.modules["triton.runtime.jit"])["JITFunction"]
+            self._replace(kernels, "run", self._noted(vars(kernels)["run"]))
 
-    def _replace(self, owner: Any, name: str, original: Any, ours: Any) -> None:
-        with suppress(Exception):  # a type written in C
+    def _wrap(self, address: str, formula: Any) -> None:
+        name, _, path = address.partition(":")
+        target: Any = sys.modules[name]
+        for part in path.split("."):
+            target = vars(target)[part]
+        name = f"{name}.{path}"
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            forward, counts = vars(target)["forward"], (name, formula, self._active)
+
+            @wraps(forward)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling():
+                    return forward(*args, **kwargs)
+                return _call(forward, *counts, args, kwargs)
+
+            self._replace(target, "forward", call)
+        elif type(target) in _FUNCTIONS:
+            self._functions[id(target)] = _Counted(target, name, formula, self._active)
+
+    def _replace(self, owner: type, name: str, ours: Any) -> None:
+        original = vars(owner)[name]
+        if type(original) is FunctionType:
+            self._methods.append((owner, name, original, ours))
             setattr(owner, name, ours)
-            self._replaced.append(_Replaced(owner, name, original, ours))
-
-    def _replace_functions(self, functions: dict[int, tuple[Any, Any]]) -> None:
-        """Replace functions in all modules that have imported them."""
-        for module in [*sys.modules.values()]:
-            if not isinstance(module, ModuleType):
-                continue
-            for name, value in [*vars(module).items()]:
-                original, ours = functions.get(id(value), (None, None))
-                if original is not None and value is original:
-                    self._replace(module, name, original, ours)
-
-    def _counted(self, original: Callable[..., Any], name: str, formula: Any) -> Callable[..., Any]:
-        @wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counter = self._active()
-            if counter is None or counter.within_external:
-                return original(*args, **kwargs)
-            counter.within_external, out = formula is not None, None
-            try:
-                out = original(*args, **kwargs)
-            finally:  # a recomputation may end by an exception
-                counter.within_external = False
-                with suppress(Exception):
-                    _record(counter, name, formula, original, args, kwargs, out)
-            return out
-
-        return call
 
     def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            counter = self._active()
+            counter = None if torch.compiler.is_compiling() else self._active()
             if counter is not None and not counter.within_external:
                 with suppress(Exception):
                     function = getattr(kernel, "fn", kernel)
@@ -265,9 +279,21 @@ class Wrapped:
         return run
 
     def restore(self) -> None:
-        """Restore what is still wrapped."""
-        while self._replaced:
-            self._replaced.pop().restore()
+        """Restore what is still wrapped, also in modules that were imported meanwhile."""
+        for owner, name, original, ours in self._methods:
+            with suppress(Exception):
+                if vars(owner).get(name) is ours:  # nobody has replaced it since
+                    setattr(owner, name, original)
+        for module in _modules() if self._functions else ():
+            for name, value in [*vars(module).items()]:
+                if type(value) is _Counted and value is self._functions.get(id(value.original)):
+                    vars(module)[name] = value.original
+        for function in self._functions.values():  # the user's objects may have kept it
+            function._release(lambda: None)
+
+
+def _modules() -> list[ModuleType]:
+    return [module for module in [*sys.modules.values()] if type(module) is ModuleType]
 
 
 def _record(
@@ -287,7 +313,8 @@ def _record(
         counter.add_unknown(name)
         return
     counter.add(dtype, forward)
-    result: Any = next((tensor for tensor in _tensors([out]) if tensor.requires_grad), None)
+    # Not a leaf: the hook would stay on the user's parameter.
+    result: Any = next((tensor for tensor in _tensors([out]) if tensor.grad_fn is not None), None)
     if result is not None and backward.flops:
         result.register_hook(lambda _: counter.add(dtype, backward))
 

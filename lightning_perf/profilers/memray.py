@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -189,9 +188,9 @@ class Memray(RecordsChildren):
             self.shut_children()
             raise
         yield None
-        with path.open("rb") as raw:  # which is replaced by a smaller, compressed one
-            stop(tracker)
-            whole = not is_at_limit(os.fstat(raw.fileno()).st_size)
+        # Stopping replaces the file by a smaller, compressed one. Its folder may be gone.
+        whole = not (path.exists() and is_at_limit(path.stat().st_size))
+        stop(tracker)
         return Recorded(further=self._further_of(path, context, whole), whole=whole)
 
     @override

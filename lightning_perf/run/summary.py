@@ -202,9 +202,10 @@ class RunSummary:
                         file.write(text.encode())
                     others = summaries_in(folder, own["run"])[:-1]
                     for other, _ in others[-1:]:
-                        warn(
-                            f"{other} is the summary of another run of this name and is kept: that "
-                            f"of this run is {self.path.name}, and its page has a number too."
+                        rank_zero_info(
+                            f"lightning_perf: {other} is the summary of another run of this name "
+                            f"and is kept: that of this run is {self.path.name}, and its page has "
+                            "a number too."
                         )
                     break
             _FILES[context.trainer] = self.path

@@ -6,7 +6,9 @@ kernels compute with NumPy, so that torch sees as little of them as of a kernel 
 
 from __future__ import annotations
 
+import pickle
 import sys
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -315,3 +317,56 @@ def test_formulas_of_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
     counts = counted(lambda: neighborhood(torch.ones(10), 3))
     assert counts.model == {"float32": 2 * 10 * 7}
+
+
+def test_odd_packages_stop_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lazy or partial modules of known names are left alone, and nothing of them is run."""
+
+    class Static(nn.Module):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x
+
+    def lazy(name: str) -> Any:
+        raise RuntimeError(name)
+
+    packages(
+        monkeypatch,
+        triton__runtime__jit={"JITFunction": type("Slotted", (), {"__slots__": ()})},
+        transformer_engine__pytorch={"Linear": Static},
+        selective_scan_cuda={"__getattr__": lazy},
+    )
+    before = vars(Static)["forward"]
+    counted(lambda: Static.forward(torch.ones(2)))
+    assert vars(Static)["forward"] is before
+
+
+def test_a_counted_function_is_equal_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a key, pickled, compiled, kept, or imported meanwhile, it is the user's function."""
+    name = "mamba_ssm.ops.selective_scan_interface"
+    monkeypatch.setattr(scans, "__qualname__", "selective_scan_fn")
+    packages(monkeypatch, mamba_ssm={}, mamba_ssm__ops={})
+    packages(monkeypatch, **{name.replace(".", "__"): {"selective_scan_fn": scans}})
+    module, kept = sys.modules[name], []
+    u, states, table = torch.randn(2, 3, 5), torch.randn(3, 4), {scans: 3}
+
+    def step() -> None:
+        function = module.selective_scan_fn
+        assert table[function] == 3
+        assert pickle.loads(pickle.dumps(function)) is function
+        torch.compile(lambda x: function(x, x, states, x, x), fullgraph=True, backend="eager")(u)
+        packages(monkeypatch, imported_late={})
+        vars(sys.modules["imported_late"])["scan"] = function
+        kept.append(function)
+
+    counted(step)
+    assert module.selective_scan_fn is scans
+    assert sys.modules["imported_late"].scan is scans
+    assert counted(lambda: kept[0](u, u, states, u, u)).model == {}
+
+
+@pytest.mark.parametrize("target", [torch.autograd.Function, lru_cache(scans), nn.Linear(2, 2)])
+def test_callables_that_are_more_than_a_call_are_refused(target: object) -> None:
+    """Replacing them for a batch would take the rest of their interface away."""
+    with pytest.raises(ConfigError, match="no operator, function, module class or address"):
+        flop_formula(target, lambda *_: 0)
