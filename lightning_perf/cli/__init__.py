@@ -11,6 +11,7 @@ import zlib
 from argparse import REMAINDER, ArgumentParser
 from contextlib import suppress
 from errno import EEXIST
+from importlib import import_module
 from inspect import Parameter, cleandoc, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+#: The module of each command, imported when one runs since its dependencies may be missing.
+_COMMANDS = {
+    "capture": "runs", "compare": "runs", "devices": "machine", "doctor": "machine",
+    "measure": "machine", "report": "runs", "run": "runs", "trace": "files", "upload": "files",
+    "watch": "runs",
+}  # fmt: skip
 #: The names to install of packages that are imported under another name.
 _INSTALLS = {
     "jsonargparse": '"jsonargparse[signatures]"',
@@ -112,15 +119,9 @@ def _reason(error: Exception) -> str:
 
 
 def all_commands() -> dict[str, Callable[..., int]]:
-    """The function of each command, imported when one runs since a dependency may be missing."""
-    from lightning_perf.cli.files import trace, upload
-    from lightning_perf.cli.machine import devices, doctor, measure
-    from lightning_perf.cli.runs import capture, compare, report, run, watch
-
-    commands: list[Callable[..., int]] = [
-        capture, compare, devices, doctor, measure, report, run, trace, upload, watch,
-    ]  # fmt: skip
-    return {command.__name__: command for command in commands}
+    """The function of each command."""
+    modules = {name: import_module(f"{__name__}.{module}") for name, module in _COMMANDS.items()}
+    return {name: getattr(module, name) for name, module in modules.items()}
 
 
 def _run(args: Sequence[str]) -> int:
