@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf import Tracker
-from lightning_perf.traces.uploads import NotHere
+from lightning_perf.extend import NotHere
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
