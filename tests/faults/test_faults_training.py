@@ -165,6 +165,10 @@ def settled(act: Callable[[], object], folder: Path, names: set[str]) -> Setting
 
 def _when_settled(act: Callable[[], object], folder: Path, names: set[str]) -> None:
     await_files(folder, names)
+    # A recording is removed a moment after its file has appeared; that of the open window stays.
+    until = time.monotonic() + PATIENCE / 2
+    while len(hidden(folder)) > 1 and time.monotonic() < until:
+        time.sleep(0.02)
     act()
 
 
