@@ -18,6 +18,12 @@ LOCK = "tests/lock.txt"
 QUICKLY = ("--no-compile",)
 UPGRADE = ("--upgrade", "--upgrade-strategy", "eager")
 TEST_ENV = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+SCHEMAS = {
+    "github-workflows": ".github/workflows/*.yml",
+    "github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
+    "github-issue-forms": ".github/ISSUE_TEMPLATE/*_*.yml",
+    "citation-file-format": "CITATION.cff",
+}
 PYTHONS = nox.project.python_versions(PYPROJECT)
 
 nox.needs_version = ">=2024.10.9"
@@ -76,10 +82,13 @@ def quick(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style and formatting with ruff."""
+    """Check style and formatting with ruff, and the files in .github by their schemas."""
     session.install(*nox.project.dependency_groups(PYPROJECT, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    for schema, pattern in SCHEMAS.items():
+        files = sorted(map(str, Path().glob(pattern)))
+        session.run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
 
 
 @nox.session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -31,6 +32,14 @@ def test_the_wheel_has_all_files_and_no_others() -> None:
     installed = {path.parts[0] for path in distribution("lightning_perf").files or ()}
     packages = {name for name in installed if not name.endswith(".dist-info") and name != ".."}
     assert packages == {"lightning_perf"}
+
+
+def test_links_of_the_description_are_absolute() -> None:
+    """PyPI shows the README without the repository beside it."""
+    text = distribution("lightning_perf").metadata.get_payload()
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 10
+    assert all(link.startswith(("https://", "#")) for link in links)
 
 
 def test_every_public_name_can_be_imported() -> None:
