@@ -1147,6 +1147,32 @@ def test_workers_are_promised_no_more_than_there_are_cpus(columns: Any, least: f
     assert f"{0.584 / step:.2f}x faster as advised" in headline(found)
 
 
+@pytest.mark.parametrize(
+    ("threads", "cpus", "advised"), [(2, 2, False), (1, 2, True), (2, 8, True)]
+)
+def test_workers_slow_down_threads_that_have_no_cpu_to_spare(
+    threads: int, cpus: int, advised: bool
+) -> None:
+    """A step of 253 ms that uses 1.68 of 2 CPUs waits for 78 ms: a worker saved 26 ms of 78.
+
+    CPUs are idle for as long, but in pieces.
+    """
+    signals = signals_of(
+        {"forward": 0.0843, "backward": 0.1687, "dataloader_next": 0.0775},
+        columns=used(cpu_util_simple=max(152.0 / cpus, 61.0), process_cpu=152.0),
+        setup=Setup(cpus=cpus, threads=threads, loader=Loader(0, 16)),
+    )  # fmt: skip
+    found = next(each for each in diagnose(signals).verdicts if each.code == "input-bound")
+    assert found.evidence.get("advised_step_seconds", 0.0) == pytest.approx(0.2535 * advised)
+    expected = (
+        "num_workers=1 hides the loading"
+        if advised
+        else ("More workers are not advised: they share the 2 CPUs with torch's threads: load less")
+    )
+    assert expected in found.advice
+    assert found.predicted_speedup == pytest.approx(0.331 / 0.2535, rel=0.01)
+
+
 def test_what_workers_gain_beside_other_programs_is_promised_as_a_bound() -> None:
     """A dataset that sleeps gained 1.81x while other programs used 1.5 of 2 CPUs."""
     signals = signals_of(
@@ -1238,12 +1264,12 @@ def test_a_callback_s_start_is_not_the_first_batch() -> None:
 
 
 def validation(
-    rows: dict[tuple[str, str], float], loader: Loader | None, total: float = 1.5
+    rows: dict[tuple[str, str], float], loader: Loader | None, total: float = 1.5, threads: int = 1
 ) -> Verdict:
     named = {Action("validate", *row): rarely(each, 5, 11) for row, each in rows.items()}
     signals = signals_of(
         {**FINE, "validation": window(5, 11, seconds=total)}, named=named,
-        setup=Setup(validation_loader=loader),
+        setup=Setup(cpus=2, threads=threads, validation_loader=loader),
     )  # fmt: skip
     return next(each for each in diagnose(signals).verdicts if each.code == "validation-bound")
 
@@ -1272,6 +1298,12 @@ def test_advice_on_validation_knows_its_loader(name: str, loader: Any, advice: s
         {("dataloader_next", name): 1.4, ("forward", "validation_step"): 0.1}, loader
     )
     assert advice in found.advice
+
+
+def test_workers_are_not_advised_for_validation_that_computes_on_all_cpus() -> None:
+    """They would share CPUs with torch's threads, as those of training."""
+    found = validation({("dataloader_next", "val_next"): 1.4}, Loader(0), threads=2)
+    assert "waiting for data: prepare it ahead of training." in found.advice
 
 
 @pytest.mark.parametrize(("flops", "codes"), [(1.0, ["slowdown"]), (1.6, ["healthy"])])

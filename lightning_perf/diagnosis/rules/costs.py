@@ -24,7 +24,7 @@ from lightning_perf.units import counted, duration
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from lightning_perf.diagnosis.signals import Loader, Signals
+    from lightning_perf.diagnosis.signals import Setup, Signals
     from lightning_perf.timing.totals import Action
 
 #: The cost of a worker per batch: the transfer to the main process.
@@ -49,7 +49,7 @@ class Workers(NamedTuple):
     per_cpu: int
     #: The share of a step by which advice shortens it: of the first workers; of more of them, since
     #: shorter waits may be those for their handover; and of those that share CPUs with threads of
-    #: torch: 8 and 14 % were promised to runs that then were 11 % slower.
+    #: torch: 8 and 14 % were promised to runs that then were 11 % slower, and 15 % gave 8 %.
     first: float
     more: float
     contested: float
@@ -95,6 +95,31 @@ def _cpu_seconds(signals: Signals) -> float | None:
     return signals.per_batch(seconds)
 
 
+def _slowed_by_workers(
+    setup: Setup, step: float, rest: float, floor: float, own: float, free: float
+) -> float:
+    """Seconds of a batch if threads of torch wait for the one that shares its CPU with a worker.
+
+    Args:
+        setup: With the threads.
+        step: Seconds of a batch now.
+        rest: Of these, seconds without waiting for it.
+        floor: The fewest seconds with workers.
+        own: CPU seconds of a batch, the loading included.
+        free: CPUs that other programs leave to those that load.
+    """
+    threads = min(setup.threads, setup.cpus)
+    if setup.device != "cpu" or threads < 2:
+        return floor
+    if floor > rest + _HANDOVER:  # there are too few CPUs
+        return max(step, floor)
+    if threads < free:
+        return floor
+    # All threads compute for a part of the time, and one for the rest.
+    computing = max(own - (step - rest), 0.0) / rest
+    return floor + (step - rest) * min(max((computing - 1) / (threads - 1), 0.0), 1.0)
+
+
 def _faster_loader(signals: Signals, wait: float, least: Workers) -> tuple[str, float | None]:
     """DataLoader settings that hide the loading, and the part of the wait that they save."""
     setup, loader, step = signals.setup, signals.setup.loader, signals.step_seconds
@@ -116,10 +141,13 @@ def _faster_loader(signals: Signals, wait: float, least: Workers) -> tuple[str, 
     on_cpus = own / max(setup.cpus * (1 - foreign / 100), 1e-6)
     floor = max(rest + _HANDOVER, on_cpus)
     worthwhile = least.more if loader.num_workers else least.first
-    if setup.device == "cpu" and setup.threads > 1 and on_cpus > rest + _HANDOVER:
-        # Threads of torch wait for the one that shares its CPU with a worker: from all to none of
-        # the idle CPU time can be used.
-        floor, worthwhile = (on_cpus + max(step, on_cpus)) / 2, least.contested
+    # Loading that waits for disks needs no CPU.
+    free = setup.cpus * (1 - foreign / 100) if needs_cpu else np.inf
+    slowed = _slowed_by_workers(setup, step, rest, floor, own, free)
+    contested = slowed > floor
+    if contested:
+        # From all to none of the idle CPU time can be used.
+        floor, worthwhile = (floor + slowed) / 2, least.contested
     # A tenth more than needed: workers do not finish in step.
     workers = min(max(ceil(1.1 * fetch / max(floor - apart, 1e-6)), 1), most)
     # Nothing loads the first batch of an epoch ahead.
@@ -153,6 +181,8 @@ def _faster_loader(signals: Signals, wait: float, least: Workers) -> tuple[str, 
     elif floor >= (1 - worthwhile) * step and shared:
         more = "help for certain only if loading waits, as for a network"
         less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
+    elif contested:
+        more = f"are not advised: they share the {counted(setup.cpus, 'CPU')} with torch's threads"
     elif on_cpus >= (1 - worthwhile) * step or workers == most:
         more = f"are not advised, because training uses the {counted(setup.cpus, 'CPU')}"
         if not needs_cpu and workers == most:
@@ -369,7 +399,7 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     )
     if phase == "dataloader_next":
         starts = sum(signals.seconds(row) for row in rows if row.name == "iter")
-        advice += _faster_validation(signals.setup.validation_loader, starts > costs[phase] / 2)
+        advice += _faster_validation(signals.setup, starts > costs[phase] / 2)
     # A callback, a logger or a hook of the module that makes up the time.
     named = [row for row in rows if row.category == phase and "." in row.name]
     slowest = max(named, key=signals.seconds, default=None)
@@ -387,9 +417,9 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     )  # fmt: skip
 
 
-def _faster_validation(loader: Loader | None, starting: bool) -> str:
+def _faster_validation(setup: Setup, starting: bool) -> str:
     """What to change in a validation's DataLoader that makes it wait."""
-    most = "waiting for data"
+    loader, most = setup.validation_loader, "waiting for data"
     if loader is not None and starting:
         most = "creating the iterator of its DataLoader"
         if loader.num_workers and not loader.persistent_workers:
@@ -397,6 +427,8 @@ def _faster_validation(loader: Loader | None, starting: bool) -> str:
             most = f"starting {loader.num_workers} workers: {remedy}"
     elif loader is not None and loader.num_workers:
         most = f"waiting for its {loader.num_workers} DataLoader workers: use more of them"
+    elif loader is not None and setup.device == "cpu" and 1 < setup.cpus <= setup.threads:
+        most = "waiting for data: prepare it ahead of training"
     elif loader is not None:
         most = "waiting for data: give its DataLoader workers"
     return f" Most of it is {most}."
