@@ -7,7 +7,9 @@ All settings, callbacks included, are in ``configs/demo.yaml``::
 
 from __future__ import annotations
 
+import io
 import sysconfig
+import tokenize
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 VOCABULARY = 256  # bytes
+LONGEST = 30_000  # characters of a file that is used
 
 
 class Block(nn.Module):
@@ -105,17 +108,33 @@ class GPT(LightningModule):
 
 
 class Pieces(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text, each with the same piece shifted by one byte."""
+    """Pieces of source files without comments, each with the same piece shifted by one byte.
 
-    def __init__(self, text: Tensor, context: int) -> None:
-        self.text, self.context = text, context
+    Args:
+        files: Source code, a text per file.
+        context: Bytes in a piece.
+        cached: Keep the files without comments, instead of reading the whole file for each piece.
+    """
+
+    def __init__(self, files: list[str], context: int, cached: bool) -> None:
+        self.context = context
+        self.files: list[str | Tensor] = [_without_comments(f) if cached else f for f in files]
+        self.starts = [
+            (number, start)
+            for number, file in enumerate(files)
+            for start in range(0, len(file) - context, context)
+        ]
 
     def __len__(self) -> int:
-        return (len(self.text) - 1) // self.context
+        return len(self.starts)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start = index * self.context
-        piece = self.text[start : start + self.context + 1].long()
+        number, start = self.starts[index]
+        file = self.files[number]
+        text = _without_comments(file) if isinstance(file, str) else file
+        # Without comments a file is shorter.
+        start = start % max(1, len(text) - self.context)
+        piece = text[start : start + self.context + 1].long()
         return piece[:-1], piece[1:]
 
 
@@ -126,22 +145,28 @@ class StandardLibrary(LightningDataModule):
         context: Bytes in a sequence.
         batch_size: Sequences in a batch.
         megabytes: Megabytes of text to read.
+        cached: Remove the comments of each file once, instead of for each piece of it.
         num_workers: Data loader workers.
     """
 
     def __init__(
-        self, context: int = 128, batch_size: int = 16, megabytes: float = 4, num_workers: int = 0
+        self,
+        context: int = 128,
+        batch_size: int = 16,
+        megabytes: float = 4,
+        cached: bool = True,
+        num_workers: int = 0,
     ) -> None:
         super().__init__()
-        self.context, self.batch_size = context, batch_size
-        self.megabytes, self.num_workers = megabytes, num_workers
+        self.context, self.batch_size, self.megabytes = context, batch_size, megabytes
+        self.cached, self.num_workers = cached, num_workers
 
     def setup(self, stage: str) -> None:
-        """Read the text and hold out a tenth of it for validation."""
-        text = torch.frombuffer(_source(int(self.megabytes * 1e6)), dtype=torch.uint8)
-        held_out = len(text) // 10
-        self.train = Pieces(text[:-held_out], self.context)
-        self.validation = Pieces(text[-held_out:], self.context)
+        """Read the files and hold out a tenth of them for validation."""
+        files = _source(int(self.megabytes * 1e6), self.context)
+        held_out = max(1, len(files) // 10)
+        self.train = Pieces(files[:-held_out], self.context, self.cached)
+        self.validation = Pieces(files[-held_out:], self.context, self.cached)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Return shuffled pieces."""
@@ -154,14 +179,27 @@ class StandardLibrary(LightningDataModule):
         return DataLoader(self.validation, self.batch_size, num_workers=self.num_workers)
 
 
-def _source(size: int) -> bytearray:
-    """Return the first bytes of the standard library, its modules sorted by name."""
-    text = bytearray()
+def _without_comments(source: str) -> Tensor:
+    """Return the bytes of a Python file without its comments."""
+    lines = source.splitlines(keepends=True)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip() + "\n"
+    return torch.frombuffer(bytearray("".join(lines), "utf-8"), dtype=torch.uint8)
+
+
+def _source(size: int, shortest: int) -> list[str]:
+    """Return modules of the standard library, sorted by name, until they have enough characters."""
+    files: list[str] = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += path.read_bytes()
-        if len(text) >= size:
+        text = path.read_text("utf-8")
+        if 2 * shortest < len(text) <= LONGEST:
+            files.append(text)
+            size -= len(text)
+        if size <= 0 and len(files) > 1:
             break
-    return text[:size]
+    return files
 
 
 if __name__ == "__main__":
