@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "notebook.ipynb"
 #: `train_gpt.py` is a LightningCLI: see test_example.py and the tests of configs;
 #: `wandb_tracker.py` is a tracker: see tracking/test_trackers.py.
-SCRIPTS = ["ten_lines", "classify_digits", "manual_optimization", "two_ranks"]
+SCRIPTS = ["ten_lines", "classify_digits", "manual_optimization", "slow_classifier", "two_ranks"]
+#: Fewer batches than the default.
+ARGUMENTS = {"slow_classifier": ["--epochs", "2"]}
 
 
 def run(name: str) -> dict[str, Any]:
@@ -32,9 +35,10 @@ def run(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_trains_and_leaves_its_summary(
-    name: str, capfd: pytest.CaptureFixture[str]
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each prints its summary, with MFU and the time of forward."""
+    monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, [])])
     summary = run(name)
     whole = summary["stages"]["train"]["whole_run"]
     assert summary["status"] == "finished"
@@ -45,6 +49,8 @@ def test_a_script_trains_and_leaves_its_summary(
     if name == "classify_digits":
         accuracy = float(printed.rpartition("accuracy ")[2].rstrip("%\n"))
         assert accuracy > 80
+    if name == "slow_classifier":
+        assert "input-bound" in [each["code"] for each in summary["verdicts"]]
     if name == "two_ranks":
         assert summary["setup"]["world_size"] == 2
         (straggler,) = [each for each in summary["verdicts"] if each["code"] == "straggler"]
