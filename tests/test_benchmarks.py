@@ -19,7 +19,8 @@ from dataclasses import replace
 from planted import __main__ as planted
 
 planted.FAULTS[:] = [replace(each, steps=40) for each in planted.FAULTS]
-for options in (["--only", "slow_inner_hook", "--record", "one.pickle"], ["--replay", "one.pickle"]):
+train = ["--only", "slow_inner_hook", "--record", "one.pickle"]
+for options in (train, ["--replay", "one.pickle"]):
     sys.argv = ["planted", "--part", "held_out", *options]
     planted.main()
 """
