@@ -76,7 +76,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def quick(session: nox.Session) -> None:
-    """Run the fast tests, and some cases of each slow one that docs/promises.md names."""
+    """Run the fast tests, and some cases of each slow one that tests/promises.md names."""
     _run_tests(session, "-c", LOCK, select=("-m", "quick"))
 
 

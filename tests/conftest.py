@@ -75,10 +75,10 @@ CASES = 6
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests that use slow fixtures, and the quick tier.
 
-    It has all tests that are not slow. Of those that are, it has the ones that docs/promises.md
+    It has all tests that are not slow. Of those that are, it has the ones that tests/promises.md
     names, each with some of its cases.
     """
-    promised = set(PROMISED.findall(Path(config.rootpath, "docs/promises.md").read_text()))
+    promised = set(PROMISED.findall(Path(config.rootpath, "tests/promises.md").read_text()))
     cases: Counter[str] = Counter()
     for item in items:
         if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):

@@ -43,7 +43,7 @@ class SystemMetrics(WindowCallback):
       gigabytes (with several ranks also the largest of all, ``memory/max_over_ranks/...``).
 
     Other units are bytes, bytes per second, percent, watts, degrees Celsius and hertz;
-    ``docs/system_metrics.md`` lists them. One thread of one process per node samples, without
+    ``docs/keys.md`` lists them. One thread of one process per node samples, without
     using CUDA. A sensor that fails is left out, with one warning.
 
     Reports are due every ``Trainer(log_every_n_steps)``, in all stages under the same keys. A

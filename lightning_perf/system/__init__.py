@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     _Open = Callable[[set[int]], AbstractContextManager[Sequence[Sensor]]]
     _Samples = Iterator[float]
 
-#: The metrics of a node. docs/system_metrics.md has their meaning and units.
+#: The metrics of a node. docs/keys.md has their meaning and units.
 HOST = (
     "net_throughput_sent", "net_throughput_recv",
     "disk_iops", "disk_throughput_read", "disk_throughput_write",

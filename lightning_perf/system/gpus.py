@@ -13,7 +13,7 @@ from lightning_perf.errors import describe, warn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-#: The metrics of a GPU. docs/system_metrics.md has their meaning and units.
+#: The metrics of a GPU. docs/keys.md has their meaning and units.
 GPU = (
     "gpu_util", "gpu_free_memory", "gpu_used_memory", "gpu_power", "gpu_temperature",
     "gpu_sm_clock", "gpu_memory_clock",
