@@ -91,7 +91,7 @@ class Suite(PerfCallback):
         return {code for part in self.callbacks for code in part.reaches}
 
     @override
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, dict[str, object]]:
         return {}
 
     @override

@@ -382,7 +382,10 @@ def description(summary: Summary) -> str:
     if verdicts := verdicts_of(summary):
         from lightning_perf.diagnosis.report import headline as verdict_headline
 
-        lines += [*(f"- {markdown(verdict_headline(each))}" for each in verdicts), ""]
+        for each in verdicts:
+            advice = f". {each.advice}" if each.advice else ""
+            lines.append(f"- {markdown(verdict_headline(each) + advice)}")
+        lines.append("")
     if figures:
         head, *body = (
             [markdown(name), *(markdown(text.replace("\n", ", ")) for text in row)]
