@@ -117,6 +117,8 @@ class Reporting:
         self.logger_seconds = 0.0
         #: Settings of callbacks by their names.
         self.settings: dict[str, dict[str, object]] = {}
+        #: Keys of metrics that loggers do not get.
+        self.left_out: set[str] = set()
         self._later: deque[tuple[dict[str, float], int]] = deque()
         self._default_root = str(trainer.default_root_dir)
         # The user's code may change the current folder during the run.
@@ -146,7 +148,8 @@ class Reporting:
         return self._runs_as_targets if store is None else [store]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log metrics to all loggers, without NaN and infinity."""
+        """Log metrics to all loggers, without NaN and infinity, and without keys left out."""
+        metrics = {key: value for key, value in metrics.items() if key not in self.left_out}
         if metrics := _finite(metrics):
             for target in self._mlflow:
                 target.log(metrics, step)
