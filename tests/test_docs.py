@@ -21,6 +21,7 @@ import yaml
 
 import lightning_perf
 from lightning_perf import cli
+from lightning_perf.callbacks.suite import _LEFT_OUT
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
@@ -151,6 +152,15 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()).strip() for heading in headings]
     return {heading.replace(" ", "-") for heading in plain}
+
+
+def test_keys_that_a_suite_leaves_out_are_marked() -> None:
+    """Each is followed by a star on the page of all keys, and no other key is."""
+    marked = re.findall(r"`([\w/]+)` \*(?!\*)", (ROOT / "docs" / "keys.md").read_text())
+    left_out = [key for keys in _LEFT_OUT.values() for key in keys] + ["throughput/device/mfu"]
+    assert sorted(key.rpartition("/")[2] for key in marked) == sorted(
+        key.rpartition("/")[2] for key in left_out
+    )
 
 
 def test_every_public_name_is_in_the_reference() -> None:

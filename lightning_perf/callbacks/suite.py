@@ -10,11 +10,32 @@ from typing_extensions import override
 from lightning_perf.checks import flag, is_list, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.run.run import Run
+
+
+#: Endings of keys that ``keys="short"`` leaves out: they repeat another one, or only users of
+#: Composer, fkat and Determined know them.
+_LEFT_OUT = {
+    "SpeedMonitor": (
+        "throughput/device/batches_per_sec", "throughput/device/samples_per_sec",
+        "throughput/device/tokens_per_sec", "throughput/flops_per_sec", "time/train",
+    ),
+    "Flops": (
+        "actual_batches_per_sec", "max_batches_per_sec", "tflops_per_device", "total_flops",
+        "tracked_operations",
+    ),
+    "Timings": ("timings/train_batch",),
+    "SystemMetrics": (
+        "/cpu_util_max", "/disk_iops", "/disk_throughput_read", "/disk_throughput_write",
+        "/net_throughput_recv", "/net_throughput_sent", "/process_rss", "/swap_used",
+        "memory/peak_rss",
+    ),
+}  # fmt: skip
 
 
 class Suite(PerfCallback):
@@ -26,6 +47,9 @@ class Suite(PerfCallback):
         callbacks: Callbacks of lightning_perf, in the order in which they run. Those of a Suite
             among them become this one's, with its other arguments.
         show_summary: Whether to print the summary of the run at its end, on rank 0.
+        keys: Which metrics loggers get. ``"short"`` leaves out those that repeat another one or
+            that only users of Composer, fkat and Determined know, and most of validation inside of
+            fit; ``"all"`` logs what the callbacks log alone. All can be monitored.
         data_parallel_size: How many different batches the ranks train on at a time, if several
             ranks share a batch (tensor, context or pipeline parallel) and the strategy does not
             say so itself, as ``ModelParallelStrategy`` does.
@@ -45,6 +69,7 @@ class Suite(PerfCallback):
         callbacks: list[PerfCallback],
         show_summary: bool = False,
         data_parallel_size: int | None = None,
+        keys: str = "short",
     ) -> None:
         super().__init__()
         example = "[SpeedMonitor(), Flops()]"
@@ -54,6 +79,9 @@ class Suite(PerfCallback):
             data_parallel_size = whole("data_parallel_size", data_parallel_size, 1, "4")
         self.data_parallel_size = data_parallel_size
         self.show_summary = flag("show_summary", show_summary)
+        if keys not in ("short", "all"):
+            raise ConfigError("keys", keys, "is neither 'short' nor 'all'", "'all'")
+        self.keys = keys
         self.callbacks: list[PerfCallback] = []
         for part in callbacks:
             if not isinstance(part, PerfCallback):
@@ -91,11 +119,17 @@ class Suite(PerfCallback):
         return {code for part in self.callbacks for code in part.reaches}
 
     @override
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, dict[str, object]]:
         return {}
 
     @override
     def prepare(self, context: Run) -> None:
+        kinds = [type(part).__name__ for part in self.callbacks]
+        for kind, part in zip(kinds, self.callbacks, strict=True):
+            if isinstance(part, WindowCallback):
+                part.left_out = _LEFT_OUT.get(kind, ()) if self.keys == "short" else ()
+                if part.left_out and kind == "SpeedMonitor" and "Flops" in kinds:  # which logs mfu
+                    part.left_out += ("throughput/device/mfu",)
         if self.data_parallel_size is not None:
             context.share_batches(self.data_parallel_size)
 

@@ -166,6 +166,18 @@ class Heading:
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """A cause of lost time: how serious it is, its name, what it costs, what to do, and why."""
+
+    #: ``critical``, ``warning``, ``info`` or ``healthy``.
+    severity: str
+    name: str
+    cost: str
+    advice: str
+    evidence: str
+
+
+@dataclass(frozen=True, slots=True)
 class Links:
     """Files, each with its path relative to the page."""
 
@@ -251,17 +263,21 @@ class FlameGraph:
 
 # -- pages ----------------------------------------------------------------------------------------
 
-Part: TypeAlias = "str | Heading | Areas | Table | FlameGraph | Links"
+Part: TypeAlias = "str | Heading | Finding | Areas | Table | FlameGraph | Links"
 
 
-def page(title: str, parts: Iterable[Part]) -> str:
-    """A page with a headline and its parts from top to bottom; a string is a paragraph."""
+def page(title: str, parts: Iterable[Part], tab: str = "") -> str:
+    """A page with a headline and its parts from top to bottom; a string is a paragraph.
+
+    ``tab`` is the title of the browser's tab.
+    """
     named = [(type(part).__name__, part) for part in parts]
     script = _asset("page.js") + _asset("flame.js")
     # The page's policy allows this script alone: no text on the page can run as code.
     digest = b64encode(sha256(script.encode()).digest()).decode()
     return template().render(
         title=title,
+        tab=tab or title,
         parts=named,
         flame_style=_asset("flame.css"),
         script=script,

@@ -326,7 +326,7 @@ def report(
     if html is not None:
         from lightning_perf.tracking.page import report_page
 
-        check_output(Path(html), b"<title>lightning_perf: ")
+        check_output(Path(html), b'name="generator" content="lightning_perf"')
         write_text(
             Path(html), report_page({**found.summary, "report": "", "traces": [], "pages": []})
         )
@@ -335,6 +335,10 @@ def report(
     else:
         _show_run(found, console)
     return 0
+
+
+#: Where `mlflow ui` serves by default.
+_UI = "http://127.0.0.1:5000"
 
 
 def _show_run(run: Run, console: Console) -> None:
@@ -364,8 +368,11 @@ def _show_run(run: Run, console: Console) -> None:
         uri = without_credentials(run.tracking_uri)
         is_server = uri.startswith(("http://", "https://"))
         console.print(f"To see the run and its charts, {'open' if is_server else 'start MLflow'}:")
-        command = uri if is_server else f"mlflow ui --backend-store-uri {uri}"
-        console.print(f"  {command}", style="bold")
+        if not is_server:
+            console.print(f"  mlflow ui --backend-store-uri {uri}", style="bold")
+            console.print("and open:")
+            uri = _UI
+        console.print(f"  {uri.rstrip('/')}/{run.page}", style="bold")
 
 
 def _list(console: Console, headline: str, paths: Sequence[str]) -> None:

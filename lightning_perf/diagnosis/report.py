@@ -60,7 +60,7 @@ def panel(
 
     blocks: list[RenderableType] = []
     for verdict in verdicts:
-        style = _STYLES.get("healthy" if verdict.code == "healthy" else verdict.severity, "")
+        style = _STYLES.get(severity(verdict), "")
         head = Text(headline(verdict))
         head.stylize(style, 0, len(verdict.code))
         blocks.append(head)
@@ -72,6 +72,11 @@ def panel(
     return Group(*blocks)
 
 
+def severity(verdict: Verdict) -> str:
+    """``critical``, ``warning``, ``info`` or ``healthy``, by which views choose a colour."""
+    return "healthy" if verdict.code == "healthy" else verdict.severity
+
+
 def headline(verdict: Verdict) -> str:
     """One line about a verdict.
 
@@ -81,6 +86,18 @@ def headline(verdict: Verdict) -> str:
         'callback-bound (critical): Plots.on_fit_start, 25% of the time, 1.33x faster without it'
     """
     text = verdict.code if verdict.code == "healthy" else f"{verdict.code} ({verdict.severity})"
+    cost = cost_text(verdict)
+    return f"{text}: {cost}" if cost else text
+
+
+def cost_text(verdict: Verdict) -> str:
+    """The culprit, its share of the time and the speed-up; empty if none is known.
+
+    Example:
+        >>> from lightning_perf.diagnosis import Verdict
+        >>> cost_text(Verdict("callback-bound", "critical", 0.25, culprit="Plots.on_fit_start"))
+        'Plots.on_fit_start, 25% of the time, 1.33x faster without it'
+    """
     parts = [_culprit(verdict.culprit)] if verdict.culprit else []
     if verdict.rank is not None and verdict.culprit != f"rank {verdict.rank}":
         parts.append(f"rank {verdict.rank}")
@@ -92,7 +109,7 @@ def headline(verdict: Verdict) -> str:
         # In evidence, beside advice whose effect depends on what other programs do.
         bound = "at least " if how == "as advised" and "foreign_percent" in verdict.evidence else ""
         parts.append(f"{bound}{verdict.predicted_speedup:.2f}x faster {how}")
-    return f"{text}: {', '.join(parts)}" if parts else text
+    return ", ".join(parts)
 
 
 def _culprit(name: str) -> str:

@@ -156,7 +156,7 @@ class PerfCallback(Callback):
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             run.resume(loaded)
-        run.reporting.describe_settings(self.settings())
+        run.reporting.settings |= self.settings()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         for after, part in zip((self, *self.parts), self.parts, strict=False):
             if part not in callbacks:
@@ -214,12 +214,12 @@ class PerfCallback(Callback):
             own.pop(name, None)
         return own | {"_context": None, "_progress": None}
 
-    def settings(self) -> dict[str, object]:
-        """The constructor's arguments, for the run's params."""
-        name = type(self).__name__
-        arguments = inspect.signature(type(self)).parameters
-        given = {key: getattr(self, key) for key in arguments if hasattr(self, key)}
-        return {f"{name}/{key}": _readable(value) for key, value in given.items()}
+    def settings(self) -> dict[str, dict[str, object]]:
+        """The constructor's arguments that are not their defaults, by the class's name."""
+        arguments = inspect.signature(type(self)).parameters.items()
+        values = [(key, getattr(self, key, x.default), x.default) for key, x in arguments]
+        given = {key: value for key, value, default in values if value is not default}
+        return {type(self).__name__: {key: _readable(value) for key, value in given.items()}}
 
     def state_dict(self) -> dict[str, Any]:
         """The run's progress, as plain values."""

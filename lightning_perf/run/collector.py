@@ -109,10 +109,9 @@ class Collector:
             return
         if not (window.at_end or self.analysing) and self._selects(window):
             self.analysing = True
-            job = partial(self._run, self.signals(), window.step)
+            job = partial(self._run, self.signals())
             if not context.file_worker.submit(job, "the diagnosis"):
                 self.analysing = False
-        context.deliver()
 
     def _selects(self, window: Window) -> bool:
         if self._schedule is None or self._began is None:
@@ -125,8 +124,8 @@ class Collector:
         allowed = FIRST_SECONDS + MOST_TIME * (time.monotonic() - self._began)
         return self._schedule(moment) and self._spent <= allowed
 
-    def _run(self, signals: Signals, step: int) -> None:
-        """Analyse signals, log the result, and tell schedules of it."""
+    def _run(self, signals: Signals) -> Findings:
+        """Analyse signals, and tell schedules of the result."""
         began = time.thread_time()
         try:
             findings = self._analyse(signals)
@@ -137,7 +136,7 @@ class Collector:
         verdicts = findings.verdicts
         names = (name for verdict in verdicts for name in (verdict.code, verdict.severity))
         reached += [name for name in dict.fromkeys(names) if name not in reached]
-        self._context.log_from_worker(findings.metrics, step)
+        return findings
 
     def costs(self) -> Mapping[Action, Cost]:
         """The costs of compilations, waits for a CPU, recordings and collections so far."""
@@ -210,7 +209,7 @@ class Collector:
         if reason == "failure" or self._began is None or context.ranks.global_rank != 0:
             return {}
         signals = self.signals()
-        self._run(signals, context.step)
+        context.log_from_worker(self._run(signals).metrics, context.step)
         context.deliver()
         idle = signals.gpu_idle
         averages = {name: signals.average(f"system/{name}") for name in SENSORS}

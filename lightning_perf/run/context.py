@@ -174,8 +174,9 @@ class RunContext(Run):
         if stage == "train":
             limits = self._read_limits()
             self.progress.reconcile(self.trainer, bool(self._resumed))
+        if stage == "train" or self.trainer.state.fn != "fit":
             version = {"version": installed_version("lightning_perf")}
-            self.reporting.describe_settings(version | self.setup())
+            self.reporting.describe(version | self.setup())
         self.stages.enter(stage, limits)
         self._select_stage()
         if not self.nested:  # reports before its first batch get its step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import deque
@@ -21,7 +22,13 @@ from lightning_perf.traces.names import TakenNames
 from lightning_perf.traces.uploads import TraceRun
 from lightning_perf.traces.writer import RunFolder, TraceOptions, TraceWriter, folder_of
 from lightning_perf.tracking.installed import trackers_of
-from lightning_perf.tracking.mlflow import MlflowMetrics, MlflowRun, TagReader, is_mlflow
+from lightning_perf.tracking.mlflow import (
+    LONGEST_PARAM,
+    MlflowMetrics,
+    MlflowRun,
+    TagReader,
+    is_mlflow,
+)
 from lightning_perf.tracking.tracker import Root, root_of, store_target, trial_root
 
 if TYPE_CHECKING:
@@ -69,6 +76,10 @@ def announce(trainer: Trainer) -> bool:
     return first
 
 
+def _json(setup: Mapping[str, object], callbacks: Mapping[str, object]) -> str:
+    return json.dumps({**setup, "callbacks": callbacks}, default=str)
+
+
 def _generate(trainer: Trainer) -> Generated:
     """A name for each fit; a test after it belongs to the same run, as do many predictions."""
     if trainer not in _GENERATED or trainer.state.fn == "fit":
@@ -104,6 +115,10 @@ class Reporting:
         self._warned: set[int] = set()
         #: Seconds that loggers other than MLflow's took for what was logged here.
         self.logger_seconds = 0.0
+        #: Settings of callbacks by their names.
+        self.settings: dict[str, dict[str, object]] = {}
+        #: Keys of metrics that loggers do not get.
+        self.left_out: set[str] = set()
         self._later: deque[tuple[dict[str, float], int]] = deque()
         self._default_root = str(trainer.default_root_dir)
         # The user's code may change the current folder during the run.
@@ -133,7 +148,8 @@ class Reporting:
         return self._runs_as_targets if store is None else [store]
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log metrics to all loggers, without NaN and infinity."""
+        """Log metrics to all loggers, without NaN and infinity, and without keys left out."""
+        metrics = {key: value for key, value in metrics.items() if key not in self.left_out}
         if metrics := _finite(metrics):
             for target in self._mlflow:
                 target.log(metrics, step)
@@ -167,10 +183,17 @@ class Reporting:
                     warn(f"{name} did not accept metrics ({describe(error)}). Training continues.")
         self.logger_seconds += time.perf_counter() - began
 
-    def describe_settings(self, settings: Mapping[str, object]) -> None:
-        """Log settings of the run or of a callback as params, to MLflow."""
+    def describe(self, setup: Mapping[str, object]) -> None:
+        """Log to MLflow, as JSON in one param, what the run runs on and its callbacks' settings."""
+        if not self._mlflow:
+            return
+        callbacks = dict(self.settings)
+        text = _json(setup, callbacks)
+        while callbacks and len(text) > LONGEST_PARAM:
+            callbacks.pop(max(callbacks, key=lambda name: len(str(callbacks[name]))))
+            text = _json(setup, callbacks)
         for target in self._mlflow:
-            target.log_params({f"lightning_perf/{key}": value for key, value in settings.items()})
+            target.log_params({"lightning_perf": text})
 
     def close(self, file_timeout: float, timeout: float) -> None:
         """Wait at most so many seconds for files and uploads; warn about metrics not sent.

@@ -64,10 +64,8 @@ class FlopMeter:
     counted by themselves.
     """
 
-    def __init__(
-        self, trainer: Trainer, module: LightningModule, describe: Callable[[dict[str, str]], None]
-    ) -> None:
-        self._trainer, self.module, self._describe = trainer, module, describe
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self.module = trainer, module
         self.peaks = PeakResolver(
             trainer.strategy.root_device,
             str(trainer.precision),
@@ -273,7 +271,6 @@ class FlopMeter:
         cache = self._cache
         if counts.untracked_names and not self.not_counted:
             self.not_counted = names = ", ".join(sorted({*counts.untracked_names}))
-            self._describe({"untracked_operations": names})
             if self._trainer.global_rank == 0:
                 _log.warning(_UNTRACKED, names)
         known = self._signature in cache.counts

@@ -74,7 +74,7 @@ class Run:
         #: The run's name in files and reports, the same on every rank.
         self.run_name = self.reporting.run_name
         # What the meter holds must not keep the run alive, because the strategy is patched.
-        self.meter = FlopMeter(trainer, module, self.reporting.describe_settings)
+        self.meter = FlopMeter(trainer, module)
         timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
         self.stages = StageStack(self.progress, self.ranks, self.run_name, timer)
         self.spans = Spans(trainer, module, timer)

@@ -89,6 +89,13 @@ class ReportTrigger:
         self._schedule.close()
 
 
+#: What loggers get of validation inside of fit from a callback that leaves keys out.
+_NESTED = (
+    "/mfu", "/throughput/batches_per_sec", "/throughput/samples_per_sec",
+    "/throughput/tokens_per_sec", "/timings/dataloader_next", "/timings/forward",
+)  # fmt: skip
+
+
 class WindowCallback(PerfCallback):
     """Receives windows of named columns, of all ranks, and logs metrics computed from them.
 
@@ -123,6 +130,9 @@ class WindowCallback(PerfCallback):
     prefixes_stage = True
     #: Whether its windows are kept for the end of the run.
     keeps_windows = False
+    #: Endings of keys that loggers do not get, nor most of validation inside of fit: a Suite with
+    #: ``keys="short"`` sets them.
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, schedule: Schedule | str | None = None) -> None:
         super().__init__()
@@ -130,6 +140,8 @@ class WindowCallback(PerfCallback):
         self.trigger = ReportTrigger(self.schedule)
         #: The last reported value of each metric since the last ``fit`` began.
         self.metrics: dict[str, float] = {}
+        # Keys of this run so far.
+        self._keys: set[str] = set()
 
     def on_window(self, window: Window) -> Mapping[str, float] | None:
         """The metrics of a window.
@@ -151,6 +163,7 @@ class WindowCallback(PerfCallback):
     def prepare(self, context: Run) -> None:
         if context.trainer.state.fn == "fit":
             self.metrics = {}
+        self._keys = set()
         self.trigger.setup(context)
         context.subscribe(self, self.columns)
 
@@ -196,4 +209,12 @@ class WindowCallback(PerfCallback):
             for key in ("mfu", "throughput/device/mfu"):
                 self._context.check_mfu(metrics.get(prefix + key, 0.0))
         self.metrics = self.metrics | metrics
+        if self.left_out and self._context is not None and not metrics.keys() <= self._keys:
+            self._keys |= metrics.keys()
+            nested = self._context.trainer.state.fn == "fit" and window.stage != "train"
+            self._context.reporting.left_out |= {
+                key
+                for key in metrics
+                if key.endswith(self.left_out) or (nested and not key.endswith(_NESTED))
+            }
         return metrics

@@ -232,7 +232,9 @@ def check_reachable(tracking_uri: str) -> None:
 
 
 #: MLflow's limits: metrics of one call, and characters of a param.
-_BATCH, _LONGEST_PARAM = 1000, 6000
+_BATCH = 1000
+#: Characters of a param's value at most.
+LONGEST_PARAM = 6000
 _MOST_WAITING = 20_000
 _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
 #: Seconds between calls, and the pause as a multiple of the last call's duration: a call holds the
@@ -288,7 +290,7 @@ class MlflowMetrics:
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """Queue params; a param that the run already has keeps its value."""
-        texts = {clean_key(key): str(value)[:_LONGEST_PARAM] for key, value in params.items()}
+        texts = {clean_key(key): str(value)[:LONGEST_PARAM] for key, value in params.items()}
         self._worker.submit(partial(self._send_params, texts), "params to MLflow")
 
     def flush(self) -> None:

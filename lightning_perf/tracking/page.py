@@ -14,6 +14,7 @@ from lightning_perf.charts import (
     OTHER,
     Areas,
     Bar,
+    Finding,
     Heading,
     Layer,
     Links,
@@ -22,8 +23,7 @@ from lightning_perf.charts import (
     page,
     ticks,
 )
-from lightning_perf.diagnosis.report import evidence_text
-from lightning_perf.diagnosis.report import headline as verdict_headline
+from lightning_perf.diagnosis.report import cost_text, evidence_text, severity
 from lightning_perf.timing.totals import Share, folded
 from lightning_perf.traces.summary import facts, tables
 from lightning_perf.tracking.summary import headline, main_stage, rows, steps_text, verdicts_of
@@ -50,26 +50,34 @@ _MOST_LINKS = 50
 
 def report_page(summary: Summary) -> str:
     """The page about a run: of a summary that was read, or is being written."""
-    return page(f"lightning_perf: {summary['run']}", _parts(summary))
+    parts = (summary["run"], headline(summary).partition(" \u00b7 ")[0], "lightning_perf")
+    return page(summary["run"], _parts(summary), tab=" \u00b7 ".join(filter(None, parts)))
 
 
 def _parts(summary: Summary) -> Iterator[Part]:
+    stage, figures = main_stage(summary)
+    whole, facts_of_run = figures.get("whole_run"), dict(rows(summary)[0])
+    about = [facts_of_run.get("devices"), summary.get("ended", "").partition("T")[0], stage]
+    about += [steps_text(whole["first"], whole["last"])] if whole else []
+    yield " \u00b7 ".join(filter(None, about))
     if speed := headline(summary):
         yield speed
     for verdict in verdicts_of(summary):
-        yield Heading(verdict_headline(verdict))
-        yield from filter(None, (verdict.advice, evidence_text(verdict)))
+        texts = cost_text(verdict), verdict.advice, evidence_text(verdict)
+        yield Finding(severity(verdict), verdict.code, *texts)
     if abstained := summary.get("abstained"):
         yield Heading("Not diagnosed")
         yield from (f"{code}: {why}." for code, why in abstained.items())
-    main, _ = main_stage(summary)
-    for stage, figures in summary["stages"].items():
-        spent = (figures.get("whole_run") or {}).get("timings")
-        if spent and "windows" in figures:  # not validation within a fit
-            yield Heading(_TIME if stage == main else f"{_TIME}, {stage}")
-            yield _chart(figures, spent)
+    several = int((summary.get("setup") or {}).get("world_size") or 1) > 1
+    for name, kept in summary["stages"].items():
+        spent = (kept.get("whole_run") or {}).get("timings")
+        if spent and "windows" in kept:  # not validation within a fit
+            yield Heading(_TIME if name == stage else f"{_TIME}, {name}")
+            if several:
+                yield "Means over all ranks."
+            yield _chart(kept, spent)
     if culprits := summary.get("culprits"):
-        yield Heading("Callbacks and loggers")
+        yield Heading("Callbacks and loggers, of rank 0" if several else "Callbacks and loggers")
         # A later version may have written more fields.
         yield costs([Share(*(row[name] for name in Share._fields)) for row in culprits])
     yield from _ranks(summary)

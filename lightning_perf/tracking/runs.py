@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_perf.background import Worker
 from lightning_perf.errors import describe, did_you_mean, without_credentials
-from lightning_perf.files import MOST_BYTES, files_below, limited, opened, walked
+from lightning_perf.files import MOST_BYTES, files_below, limited, opened, parsed, walked
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.mlflow import is_on_other_server, tracking_problem
 from lightning_perf.tracking.summary import (
@@ -45,8 +45,10 @@ _MOST_COUNTED = 100
 SECONDS, _MOST_PAGES, _LEVELS, MOST_ENTRIES = 120.0, 100, 32, 20_000
 #: Bytes of memory with what a server answers: MLflow reads answers as a whole.
 MOST_MEMORY = 2 << 30
-#: Params among a run's that describe its set-up.
-_SETUP = ("device", "world_size", "precision", "peak_flops", "peak_source")
+#: What describes the set-up in a run's param, with its type.
+_SETUP = {
+    "device": str, "world_size": int, "precision": str, "peak_flops": float, "peak_source": str,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class Run:
     files: tuple[str, ...]
     #: The address of MLflow; None for a folder.
     tracking_uri: str | None = None
+    #: The run's page, below the address of MLflow's UI.
+    page: str = ""
     #: That others have its name.
     note: str = ""
 
@@ -267,6 +271,7 @@ def _read(client: MlflowClient, run: Any) -> Run:
         summary,
         tuple(f"{root}/{path}" for path in paths),
         client.tracking_uri,
+        f"#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}",
     )
 
 
@@ -311,11 +316,10 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
             "throughput": {rate: metrics[key] for rate, key in rates.items()},
             "timings": {name: metrics[key] for name, key in times.items()},
         }
-    prefix = "lightning_perf/"
-    params = {key.removeprefix(prefix): value for key, value in run.data.params.items()}
-    setup: dict[str, Any] = {key: params[key] for key in _SETUP if key in params}
-    with suppress(KeyError, ValueError):  # the user may have another value there
-        setup["peak_flops"] = float(setup.pop("peak_flops"))
+    setup: dict[str, Any] = {}
+    with suppress(ValueError, AttributeError):  # the user's own param
+        known = parsed(run.data.params.get("lightning_perf", "{}"))
+        setup = {key: known[key] for key in _SETUP if isinstance(known.get(key), _SETUP[key])}
     return {
         "version": VERSION,
         "run": run.info.run_name or run_id,

@@ -46,7 +46,7 @@ _MOST_CATEGORIES, _MOST_COSTS, _LEAST_COST = 5, 3, 0.01
 _COSTLY = 0.02
 #: Entries of ``throughput`` that the views show: name, format, divisor and metric.
 RATES = {
-    "mfu": ("MFU", "{:.3g}%", 0.01, "throughput/device/mfu"),
+    "mfu": ("MFU", "{:.3g}%", 0.01, "mfu"),
     "batches_per_sec": ("batches/s", "{:,.2f}", 1.0, "throughput/batches_per_sec"),
     "samples_per_sec": ("samples/s", "{:,.1f}", 1.0, "throughput/samples_per_sec"),
     "tokens_per_sec": ("tokens/s", "{:,.0f}", 1.0, "throughput/tokens_per_sec"),
@@ -382,7 +382,10 @@ def description(summary: Summary) -> str:
     if verdicts := verdicts_of(summary):
         from lightning_perf.diagnosis.report import headline as verdict_headline
 
-        lines += [*(f"- {markdown(verdict_headline(each))}" for each in verdicts), ""]
+        for each in verdicts:
+            advice = f". {each.advice}" if each.advice else ""
+            lines.append(f"- {markdown(verdict_headline(each) + advice)}")
+        lines.append("")
     if figures:
         head, *body = (
             [markdown(name), *(markdown(text.replace("\n", ", ")) for text in row)]

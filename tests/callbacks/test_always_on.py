@@ -16,6 +16,7 @@ import torch
 from helpers.small import WIDTH, Records, Small, left_in, trainer
 from helpers.small import ours as ours_among
 from helpers.torch_traces import traces
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,6 +30,8 @@ from lightning_perf import (
     Suite,
     Timings,
     VizTracer,
+    Window,
+    WindowCallback,
     always_on,
 )
 from lightning_perf.callbacks.factory import (
@@ -59,6 +62,53 @@ def test_always_on_is_one_suite(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "MFU" in capsys.readouterr().out
     trainer(tmp_path, always_on(show_summary=False)).fit(Small())
     assert capsys.readouterr().out == ""
+
+
+def test_loggers_get_each_meaning_once(tmp_path: Path) -> None:
+    """At most 30 keys of training and a few of validation; the others can still be monitored."""
+    options: dict[str, Any] = {
+        "log_every_n_steps": 4, "limit_val_batches": 2, "max_epochs": 2, "num_sanity_val_steps": 0,
+    }  # fmt: skip
+
+    class Language(Small):
+        def get_num_tokens_in_batch(self, batch: list[torch.Tensor]) -> int:
+            return batch[0].numel()
+
+    found = {}
+    for keys in ("short", "all"):
+        suite, records = Suite(always_on().callbacks, keys=keys), Records()
+        stop = EarlyStopping(monitor="throughput/device/mfu", mode="max", patience=9)
+        trainer(tmp_path, suite, stop, logger=records, **options).fit(Language())
+        assert stop.best_score > 0
+        found[keys] = {key for key in records.keys if not key.startswith(("diagnosis/", "epoch"))}
+    validation = {key for key in found["short"] if key.startswith("validate/")}
+    assert len(found["short"] - validation) <= 30
+    assert {"mfu", "throughput/samples_per_sec", "system/node_0/cpu_util_simple"} <= found["short"]
+    assert {"validate/mfu", "validate/throughput/batches_per_sec"} < validation
+    assert len(validation) <= 6
+    assert found["short"] < found["all"]
+    assert {"throughput/device/mfu", "total_flops", "validate/hfu"} <= found["all"] - found["short"]
+
+
+def test_keys_of_users_own_callbacks_are_kept(tmp_path: Path) -> None:
+    """A Suite knows only keys of the callbacks of this package."""
+
+    class Own(WindowCallback):
+        columns = ("progress/batches",)
+
+        def on_window(self, window: Window) -> dict[str, float]:
+            return {"own/total_flops": 1.0}
+
+    records = Records()
+    run = trainer(tmp_path, Suite([Own(), Flops()]), logger=records, limit_val_batches=1)
+    run.fit(Small())
+    assert {"own/total_flops", "validate/own/total_flops"} <= records.keys
+
+
+def test_keys_are_short_or_all() -> None:
+    """Other words are refused."""
+    with pytest.raises(ConfigError, match="keys='composer' is neither 'short' nor 'all'"):
+        Suite([Flops()], keys="composer")
 
 
 @pytest.mark.parametrize("value", ["", "0", "off", None])

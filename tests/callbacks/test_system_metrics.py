@@ -172,7 +172,7 @@ def test_mlflow_has_it_in_its_system_tab(tmp_path: Path, mlflow_database: str) -
     trainer(tmp_path, SystemMetrics(), logger=logger).fit(Small())
     run = MlflowClient(mlflow_database).get_run(logger.run_id)
     assert run.data.metrics["system/node_0/free_memory"] > 0
-    assert run.data.params["lightning_perf/SystemMetrics/interval"] == "1s"
+    assert '"SystemMetrics": {}' in run.data.params["lightning_perf"]
 
 
 # -- GPUs -------------------------------------------------------------------------------------

@@ -308,16 +308,24 @@ def test_a_run_that_is_not_found_gives_the_next_step(
 
 
 @pytest.mark.parametrize(
-    ("address", "line"),
+    ("address", "lines"),
     [
-        ("sqlite:///mlflow.db", "mlflow ui --backend-store-uri sqlite:///mlflow.db"),
-        ("http://me:secret@mlflow:5000", "http://mlflow:5000"),
+        (
+            "sqlite:///mlflow.db",
+            [
+                "  mlflow ui --backend-store-uri sqlite:///mlflow.db",
+                "and open:",
+                "  http://127.0.0.1:5000/#/experiments/1/runs/ab",
+            ],
+        ),
+        ("http://me:secret@mlflow:5000", ["  http://mlflow:5000/#/experiments/1/runs/ab"]),
     ],
 )
 def test_the_report_says_how_to_see_the_charts(
-    address: str, line: str, capsys: pytest.CaptureFixture[str]
+    address: str, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A server is opened, and a database is served first."""
+    """The run's own page is opened; a database is served first."""
     summary = {"version": 1, "run": "owl", "status": "finished", "stages": {}}
-    _show_run(Run("owl", summary, (), address), new_console(soft_wrap=True))
-    assert capsys.readouterr().out.endswith(f":\n  {line}\n")
+    run = Run("owl", summary, (), address, "#/experiments/1/runs/ab")
+    _show_run(run, new_console(soft_wrap=True))
+    assert capsys.readouterr().out.splitlines()[-len(lines) :] == lines

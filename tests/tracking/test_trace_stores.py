@@ -105,8 +105,9 @@ def test_mlflow_gets_metrics_and_the_store_the_traces(tmp_path: Path, mlflow_dat
     client = MlflowClient(mlflow_database)
     files = client.list_artifacts(logger.run_id, "owl-7")
     assert [file.path for file in files] == ["owl-7/summary.json"]
-    params = client.get_run(logger.run_id).data.params
-    assert params["lightning_perf/PyTorch/remote_file_name"].startswith("memory://both/{run_name}")
+    param = json.loads(client.get_run(logger.run_id).data.params["lightning_perf"])
+    remote = param["callbacks"]["PyTorch"]["remote_file_name"]
+    assert remote.startswith("memory://both/{run_name}")
 
 
 def test_a_failed_store_is_retried(
