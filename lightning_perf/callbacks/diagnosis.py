@@ -1,4 +1,4 @@
-"""Says why a training is slow."""
+"""Says why training is slow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FEWEST_BATCHES = 10
 
 
 class Diagnosis(WindowCallback):
-    """Says why a training is slow: causes by name, what each costs, and what to do.
+    """Says why training is slow: causes by name, what each costs, and what to do.
 
     While training runs and at its end, rules examine times by category, step times, garbage
     collections, compilations, memory and the machine. ``verdicts`` lists what they found, the most

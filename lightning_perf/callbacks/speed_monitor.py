@@ -153,7 +153,7 @@ class SpeedMonitor(WindowCallback):
         before, validation = self._validated, window.own("progress/validation_seconds")
         self._validated = validation
         metrics = elapsed(spent, validation, self.time_unit)
-        # At the end of a training it is logged only if validation changes it.
+        # At the end of training it is logged only if validation changes it.
         due = not window.at_end or validation > before
         if due and self._start is not None and self._context is not None:
             spent, timed = (window.own(f"{self._prefix}/batch/{n}") for n in ("seconds", "count"))

@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 
 def run(command: list[str], *, config: str | None = None) -> int:
-    """Run a training with the always-on callbacks in each Trainer of Lightning.
+    """Run a command with the always-on callbacks in each Trainer of Lightning.
 
-    Write the training's command last: lightning-perf run python train.py. Two dashes may stand
-    before it.
+    Write the command last: lightning-perf run python train.py. Two dashes may be written before
+    it.
 
     Args:
         command: The program and its arguments.
@@ -169,7 +169,7 @@ def watch(run: str | None = None, *, tracking_uri: str | None = None, json: bool
     is not a terminal, one line per update.
 
     Args:
-        run: The process id of a training or of its launcher, a run's folder, or a run's id or name
+        run: The process id of a run or of its launcher, a run's folder, or a run's id or name
             in MLflow; by default the latest run below the current folder.
         tracking_uri (ADDRESS): The MLflow tracking address; by default MLFLOW_TRACKING_URI, or
             ./mlflow.db.

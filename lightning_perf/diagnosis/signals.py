@@ -109,7 +109,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Signals:
-    """Everything measured of a training so far.
+    """Everything measured of a run so far.
 
     Example:
         >>> Signals(windows=[]).batches

@@ -46,7 +46,7 @@ MOST_TIME, FIRST_SECONDS = 0.002, 0.01
 
 
 class Collector:
-    """Collects the steps and further costs of a training, in bounded memory, and has them analysed.
+    """Collects the steps and further costs of a run, in bounded memory, and has them analysed.
 
     Args:
         context: The run.
@@ -220,7 +220,7 @@ class Collector:
 
 
 def _setup(context: Run) -> Setup:
-    """The settings of a training that begins."""
+    """The settings of a run that begins."""
     trainer: Any = context.trainer
     known: Any = context.setup()
     return Setup(

@@ -147,8 +147,8 @@ def table(log: WindowLog) -> dict[str, Any]:
     One list per name, with one value per window: ``last`` (the step), ``batches``, the timed
     batches with their seconds, samples and tokens, and seconds by category (``timings``) and by
     named action (``culprits``). What is 0 in all windows is left out, as are samples and tokens if
-    some batch's could not be counted. ``warm_up`` is the number of windows in which a training
-    warms up.
+    some batch's could not be counted. ``warm_up`` is the number of windows in which a run warms
+    up.
     """
     start, *reports = log.reports  # it may be called on another thread
     if not reports:

@@ -74,7 +74,7 @@ class Share(NamedTuple):
 _SECONDS = itemgetter(0)
 
 
-@lru_cache(maxsize=16)  # the actions of a training that runs are the same at each report
+@lru_cache(maxsize=16)  # the actions of a run are the same at each report
 def _positions(actions: tuple[Action, ...], stage: str, own: bool) -> NDArray[np.intp]:
     """The position in ``CATEGORIES`` of each action's, and after them of those left out."""
     at = {category: position for position, category in enumerate(CATEGORIES)}

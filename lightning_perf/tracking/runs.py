@@ -135,7 +135,7 @@ def local_folders(what: str | None, tracking_uri: str | None) -> list[Path]:
 def folders_of(root: Path, name: str | None = None) -> list[Path]:
     """The folders of runs below another one, the latest last; those of this name, if one is given.
 
-    Packages predict with another Trainer after a training: a finished run without a training counts
+    Packages predict with another Trainer after training: a finished run that did not train counts
     only if there is no other one.
     """
     found: list[tuple[int, float, Path]] = []

@@ -121,7 +121,7 @@ def read_summary(path: Path) -> Summary:
 def summaries_in(folder: Path, run: str | None = None) -> list[tuple[Path, Summary]]:
     """The summaries in a folder, of any run or of one name, with their files; the latest last.
 
-    Those of trainings, and of what still runs, count as later than others.
+    Those of runs that trained, and of those that still run, count as later than others.
     """
     files = []
     with suppress(OSError):  # there is no folder
@@ -158,7 +158,7 @@ def _damage(value: Any, form: Mapping[str, Any], name: str) -> str:
     """The first part of a value that is not as the schema says; empty if all are.
 
     Of JSON Schema, it knows what `SCHEMA` uses: the package jsonschema takes 0.1 s to import, and
-    trainings read summaries, too.
+    runs read summaries, too.
     """
     if "type" not in form:
         form = schema()["$defs"][form["$ref"].rpartition("/")[2]]

@@ -42,7 +42,7 @@ _DEVICE_PHASES = {
 #: Collectives of metrics: all of this is waiting.
 _WAITS = "timings/reduce_metrics"
 
-#: The number of windows in which a training that runs searches a straggler.
+#: The number of windows in which a run searches for a straggler.
 _RECENT = 10
 #: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
 _MOST_RANKS = 512
@@ -154,7 +154,7 @@ def straggler_of(works: Sequence[Work], least: Lateness) -> Straggler | None:
 
 
 class RecentWork:
-    """The work of a training's last windows, and the straggler in them."""
+    """The work of a run's last windows, and the straggler in them."""
 
     def __init__(self, least: Lateness) -> None:
         self._least, self._started = least, False
