@@ -76,8 +76,6 @@ class Flops(WindowCallback):
         # Applies the formula to a batch.
         self._count: Callable[[Any], None] | None = None
         self._reported: set[str] = set()
-        # Returns the clock at which the peak of a GPU holds.
-        self._peak_clock: Callable[[], float | None] | None = None
 
     @override
     def prepare(self, context: Run) -> None:
@@ -88,7 +86,6 @@ class Flops(WindowCallback):
             self._count = context.offer_formula(self.formula)
             self.columns += ("formula/*",)
         if clocked(context.trainer.strategy.root_device):  # a GPU, whose clock may be sampled
-            self._peak_clock = context.peak_clock
             self.columns += ("system/*",)
         super().prepare(context)
 
@@ -118,7 +115,7 @@ class Flops(WindowCallback):
         metrics = utilization(window)
         if "mfu" in metrics:
             self._reported.add(window.stage)
-            holds_at = self._peak_clock and self._peak_clock()
+            holds_at = self._context and self._context.peak_clock()
             if holds_at and (clock := _sm_clock(window)) > 0:
                 metrics["mfu_at_clock"] = metrics["mfu"] * holds_at / clock
         return metrics
