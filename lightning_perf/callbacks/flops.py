@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -11,6 +11,7 @@ from lightning_perf.core.window import Window, utilization
 from lightning_perf.flops import check_formula, check_peak
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import Schedule
+from lightning_perf.timing.cuda_events import clocked
 
 if TYPE_CHECKING:
     from lightning_perf.run.run import Run
@@ -25,6 +26,7 @@ class Flops(WindowCallback):
       the peak. They include waiting for data and exclude validation, the first batch of a stage,
       and batches that were slowed down by counting;
     - ``mfu_causal``: as ``mfu``, with half of the square of a causal mask, as Megatron-LM counts;
+    - ``mfu_at_clock``: as ``mfu``, of the peak at the mean SM clock that NVML sampled meanwhile;
     - ``batch_flops``: model FLOPs of one batch over all ranks: forward and backward, 2 per
       multiply-add, attention in full;
     - ``actual_batches_per_sec``, ``max_batches_per_sec``: measured, and what the peak would allow;
@@ -57,7 +59,7 @@ class Flops(WindowCallback):
     """
 
     monitored = True
-    columns: Sequence[str] = ("flops/*",)
+    columns: tuple[str, ...] = ("flops/*",)
 
     def __init__(
         self,
@@ -79,9 +81,12 @@ class Flops(WindowCallback):
     def prepare(self, context: Run) -> None:
         self._reported = set()
         context.require_flops(self.peak_flops, "peak_flops")
+        self.columns = ("flops/*",)
         if self.formula is not None:
             self._count = context.offer_formula(self.formula)
-            self.columns = ("flops/*", "formula/*")
+            self.columns += ("formula/*",)
+        if clocked(context.trainer.strategy.root_device):  # a GPU, whose clock may be sampled
+            self.columns += ("system/*",)
         super().prepare(context)
 
     @override
@@ -110,4 +115,14 @@ class Flops(WindowCallback):
         metrics = utilization(window)
         if "mfu" in metrics:
             self._reported.add(window.stage)
+            holds_at = self._context and self._context.peak_clock()
+            if holds_at and (clock := _sm_clock(window)) > 0:
+                metrics["mfu_at_clock"] = metrics["mfu"] * holds_at / clock
         return metrics
+
+
+def _sm_clock(window: Window) -> float:
+    """The mean SM clock of all GPUs over a window, in hertz; not above 0 if it was not sampled."""
+    clocks = [name for name in window.columns if name.endswith("/gpu_sm_clock")]
+    seconds = sum(window.total(name.replace("gpu_sm_clock", "seconds")) for name in clocks)
+    return sum(map(window.total, clocks)) / seconds if seconds else 0.0

@@ -152,9 +152,12 @@ def devices(name: str | None = None, *, json: bool = False) -> int:
     console.print(_table(rows))
     if any(row.confidence != "datasheet" for row in rows):
         console.print("* derived, or from third-party sources instead of the vendor's data sheet.")
+    if not all(row.url for row in rows):
+        console.print("? unverified: no line of a source is on record.")
     for row in rows if name is not None else ():
         note = f"\n  note: {row.note}" if row.note else ""
-        console.print(f"{row.name}: {row.confidence}\n  source: {row.source}{note}")
+        line = f'\n  read {row.checked}: "{row.quote}"\n  {row.url}' if row.url else ""
+        console.print(f"{row.name}: {row.quality}\n  source: {row.source}{note}{line}")
     return 0
 
 
@@ -178,8 +181,9 @@ def _table(rows: Sequence[DevicePeaks]) -> Table:
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        name = row.name if row.confidence == "datasheet" else f"{row.name} *"
-        table.add_row(name, *(_teraflops(getattr(row, column)) for column in _COLUMNS))
+        marks = "*" * (row.confidence != "datasheet") + "?" * (not row.url)
+        peaks = (_teraflops(getattr(row, column)) for column in _COLUMNS)
+        table.add_row(row.name + marks, *peaks)
     return table
 
 
@@ -219,7 +223,7 @@ def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) 
     text = "The table has no peak for this device and dtype."
     if listed is not None and entry is not None:
         text = (
-            f"{listed / 1e12:.4g} TFLOP/s (table: {entry.name}, {entry.confidence}); "
+            f"{listed / 1e12:.4g} TFLOP/s (table: {entry.name}, {entry.quality}); "
             f"measured is {peak / listed:.1%} of it."
         )
     console = new_console(soft_wrap=True)

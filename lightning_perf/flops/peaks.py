@@ -10,7 +10,7 @@ import json
 import platform
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -72,6 +72,18 @@ class DevicePeaks:
     #: third-party sources; or which of these applies to which value.
     confidence: str
     note: str = ""
+    #: Multiprocessors, and the clock at which the peaks of the matrix units hold, in MHz.
+    sm: int | None = None
+    boost_mhz: float | None = None
+    #: The address of a vendor's page, its line with a peak (``[]``: added), and when it was read.
+    url: str = ""
+    quote: str = ""
+    checked: str = ""
+
+    @property
+    def quality(self) -> str:
+        """The confidence, and whether no line of a source is on record."""
+        return self.confidence if self.url else f"{self.confidence}, unverified"
 
     def matches(self, device_name: str) -> bool:
         """Whether a device name is of this model. Laptop and desktop models differ."""
@@ -86,11 +98,7 @@ class DevicePeaks:
 def table() -> tuple[DevicePeaks, ...]:
     """Return all known devices in the order of matching."""
     text = resources.files(__package__).joinpath("device_peaks.json").read_text("utf-8")
-    known = {field.name for field in fields(DevicePeaks)}
-    return tuple(
-        DevicePeaks(name, **{key: value for key, value in row.items() if key in known})
-        for name, row in json.loads(text).items()
-    )
+    return tuple(DevicePeaks(name, **row) for name, row in json.loads(text).items())
 
 
 def lookup(device_name: str) -> DevicePeaks | None:
@@ -179,6 +187,8 @@ class Peak:
     value: float
     #: ``given``, ``measured``, ``estimated: ...`` or ``table: ...``.
     source: str
+    #: The clock in hertz at which it holds, if the table has it.
+    clock: float | None = None
 
 
 def check_peak(given: object, field: str = "peak_flops") -> None:
@@ -221,7 +231,10 @@ def _known_peak(device: torch.device, dtype_name: str) -> Peak | None:
     name = device_name(device)
     value, peaks = peak_flops(name, dtype_name, tf32=tf32_is_on()), lookup(name)
     if value is not None and peaks is not None:
-        return Peak(value, f"table: {peaks.name} ({peaks.confidence})")
+        # Units other than those for matrices may run at another clock.
+        matrix = dtype_name not in ("float64", "float32") or value == peaks.tf32
+        clock = 1e6 * peaks.boost_mhz if peaks.boost_mhz and matrix else None
+        return Peak(value, f"table: {peaks.name} ({peaks.quality})", clock)
     # torch calls AMD devices cuda too, but their units and capabilities differ.
     if device.type != "cuda" or torch.version.hip is not None:
         return None
@@ -334,11 +347,18 @@ class PeakResolver:
             f"{used}. Set Flops(peak_flops=...), in FLOP/s of one device."
         )
 
+    def clock(self) -> float | None:
+        """The clock in hertz at which the peak of most of the work holds, if the table has it."""
+        peak = self.get(self._counted)
+        return None if peak is None else peak.clock
+
     def setup(self) -> dict[str, object]:
-        """Return the peak and its source for the parameters of the run, and that of float32."""
+        """Return the peak, its source and clock for the parameters of the run; that of float32."""
         peak, found = self.get(self._counted), dict[str, object]()
         if peak is not None:
             found = {"peak_flops": peak.value, "peak_source": peak.source}
+            if peak.clock is not None:
+                found["peak_clock"] = peak.clock
         if self._mixed and self._given == "measure" and (single := self.get("float32")):
             found["float32_peak_flops"] = single.value  # measured, too: autocast leaves some in it
         return found

@@ -97,6 +97,8 @@ class Run:
         self.log_from_worker, self.deliver = self.reporting.log_from_worker, self.reporting.deliver
         self.new_writer = self.reporting.new_writer
         self.check_mfu = self.meter.peaks.warn_if_above_peak
+        #: The clock in hertz at which the device's peak holds, if it is known.
+        self.peak_clock = self.meter.peaks.clock
         self._started = monotonic()
 
     # -- facts ------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ class Run:
         def sampler() -> Sampler | None:
             own = self.sampler
             if own is not None and not own.subscribed:
-                own.subscribe("windows", 1.0)
+                own.subscribe("windows")
                 self.on_close(partial(own.unsubscribe, "windows"))
             return own
 

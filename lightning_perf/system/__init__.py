@@ -7,6 +7,7 @@ import time
 import weakref
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ class Sampler:
         #: The latest value by name.
         self.latest: dict[str, float] = {}
 
-    def subscribe(self, name: str, interval: float) -> None:
+    def subscribe(self, name: str, interval: float = inf) -> None:
         """Sample at least every ``interval`` seconds; the first subscriber starts the thread."""
         self._intervals = {**self._intervals, name: interval}
         if self._worker is None:
@@ -104,8 +105,9 @@ class Sampler:
 
     @property
     def interval(self) -> float:
-        """Seconds between samples."""
-        return min(self._intervals.values(), default=1.0)
+        """Seconds between samples; 1 if no subscriber has chosen any."""
+        least = min(self._intervals.values(), default=inf)
+        return least if least < inf else 1.0
 
     def receive(self, figures: Mapping[str, float], seconds: float) -> None:
         """Record values that held for some seconds; called by the thread."""

@@ -10,14 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fake_nvml import FakeGpu, FakeNvml, install
 from helpers.small import FLOPS_PER_SAMPLE, WIDTH, Records, Small, ours, trainer
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_perf import ConfigError, Every, Flops, Never, PerfWarning, SpeedMonitor
+from lightning_perf import (
+    ConfigError,
+    Every,
+    Flops,
+    Never,
+    PerfWarning,
+    SpeedMonitor,
+    SystemMetrics,
+)  # fmt: skip
+from lightning_perf.background import wait_until
 from lightning_perf.flops import measure
-from lightning_perf.flops.peaks import BatchCost, PeakResolver
+from lightning_perf.flops.peaks import BatchCost, Peak, PeakResolver, resolve_peak
 from lightning_perf.run.batches import BatchRecord, BatchTotals
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.context import RunContext
@@ -483,6 +493,68 @@ def test_mfu_under_a_causal_mask_is_logged_in_both_conventions(
     assert full.keys() == half.keys() == {4, 9, 14}
     for step, value in full.items():
         assert half[step] / value == pytest.approx((WIDTH + 1) / (2 * WIDTH))
+
+
+@pytest.fixture
+def h100(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """A GPU at 1,098 MHz as NVML sees it, whose peak holds at 1,830 MHz."""
+    gpu = FakeGpu("GPU-a", clocks=(1098, 2619))
+    install(monkeypatch, gpu)
+    monkeypatch.setattr("lightning_perf.callbacks.flops.clocked", lambda _: True)
+    peak = Peak(1e12, "table: H100 SXM (datasheet)", 1.83e9)
+    monkeypatch.setattr("lightning_perf.flops.peaks.resolve_peak", lambda *_: peak)
+    return gpu
+
+
+class Sampled(Small):
+    """Waits in the third batch until a GPU was sampled."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__()
+        self.gpu = gpu
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            # While the third sample is read, two are recorded.
+            wait_until(lambda: self.gpu.readings >= 3, 60)
+        return super().training_step(batch, batch_idx)
+
+
+def test_mfu_is_also_logged_of_the_peak_at_the_sampled_clock(
+    tmp_path: Path, records: Records, h100: FakeGpu
+) -> None:
+    """At 0.6 of the clock that the peak holds at, MFU is 1 / 0.6 times as large."""
+    trainer(tmp_path, Flops(), SystemMetrics(0.1), logger=records).fit(Sampled(h100))
+    mfu, at_clock = dict(records.of("mfu")), dict(records.of("mfu_at_clock"))
+    assert 4 in at_clock
+    for step, value in at_clock.items():
+        assert value == pytest.approx(mfu[step] * 1830 / 1098)
+    (path,) = tmp_path.rglob("summary.json")
+    assert read_summary(path)["setup"]["peak_clock"] == 1.83e9
+
+
+@pytest.mark.parametrize("broken", ["clocks", "driver"])
+def test_there_is_no_mfu_at_an_unknown_clock(
+    tmp_path: Path, records: Records, h100: FakeGpu, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Neither if the GPU does not tell its clock, nor without NVML; MFU is reported anyway."""
+    h100.values["clocks"] = FakeNvml.NVMLError_NotSupported()
+    if broken == "driver":
+        install(monkeypatch, fault=FakeNvml.NVMLError_DriverNotLoaded())
+        h100.readings = 3
+    trainer(tmp_path, Flops(), SystemMetrics(0.1), logger=records).fit(Sampled(h100))
+    assert "mfu" in records.keys
+    assert "mfu_at_clock" not in records.keys
+
+
+def test_the_user_s_peak_holds_at_no_known_clock(
+    tmp_path: Path, records: Records, h100: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peak that was given is not scaled."""
+    monkeypatch.setattr("lightning_perf.flops.peaks.resolve_peak", resolve_peak)
+    trainer(tmp_path, Flops(peak_flops=1e12), SystemMetrics(0.1), logger=records).fit(Sampled(h100))
+    assert "system/node_0/gpu_0/gpu_sm_clock" in records.keys
+    assert "mfu_at_clock" not in records.keys
 
 
 @torch.library.custom_op("perf_tests::opaque", mutates_args=())

@@ -21,7 +21,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 def rows(out: str) -> list[str]:
     """The rows between the table's head and the remark below it."""
     lines = [line.rstrip() for line in out.splitlines()]
-    return [line for line in lines[2:] if line and not line.startswith("*")]
+    return [line for line in lines[2:] if line and not line.startswith(("*", "?"))]
 
 
 def test_all_devices_are_shown_with_their_peaks(command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,12 +37,16 @@ def test_all_devices_are_shown_with_their_peaks(command, monkeypatch: pytest.Mon
 
 
 def test_weak_entries_are_marked(command) -> None:
-    """Only entries that are not entirely from a data sheet have a mark, which is explained."""
+    """Entries that are not entirely from a data sheet, or unverified, have explained marks."""
     _, out, _ = command("devices")
-    marked = [" * " in row for row in rows(out)]
-    assert marked == [row.confidence != "datasheet" for row in table()]
+    marked = [("*" in row, "?" in row) for row in rows(out)]
+    assert marked == [(row.confidence != "datasheet", not row.url) for row in table()]
     assert "derived, or from third-party sources" in out
-    assert "derived, or" not in command("devices", "A100")[1]
+    assert "unverified" in out
+    a100 = command("devices", "A100")[1]
+    assert "derived, or" not in a100
+    assert "unverified" not in a100
+    assert "derived, unverified" in command("devices", "Apple M2 Max")[1]
 
 
 @pytest.mark.parametrize("name", ["B300", "NVIDIA H200", "MI300"])
@@ -52,7 +56,7 @@ def test_a_device_is_shown_with_its_sources(command, name: str) -> None:
     expected = lookup(name) or next(row for row in table() if name in row.name)
     flat = "".join(out.split())
     assert code == 0
-    for part in (expected.source, expected.confidence, expected.note):
+    for part in (expected.source, expected.quality, expected.note, expected.url, expected.quote):
         assert "".join(part.split()) in flat
 
 

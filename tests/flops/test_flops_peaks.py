@@ -1,10 +1,12 @@
 """Peaks: the table, estimates from units and clock, and what is used for a device."""
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +58,11 @@ NAMES = {
     "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
     "Quadro RTX 6000": "Quadro RTX 6000",
     "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "RTX PRO 6000 Blackwell Max-Q",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "RTX PRO 6000 Blackwell Server",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX PRO 6000 Blackwell",
+    "NVIDIA RTX PRO 5000 Blackwell": "RTX PRO 5000 Blackwell",
+    "NVIDIA B300 SXM6 AC": "B300",
+    "NVIDIA GB300": "GB300",
     "NVIDIA GeForce RTX 4090": "RTX 4090",
     "NVIDIA GeForce RTX 4090 D": "RTX 4090 D",
     "NVIDIA GeForce RTX 4070 Ti SUPER": "RTX 4070 Ti SUPER",
@@ -95,7 +102,18 @@ def test_device_names(device, entry):
         "GeForce RTX 2080 with Max-Q Design",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
         "NVIDIA GeForce GTX 1080 Ti",
+        "NVIDIA RTX PRO 5000 Blackwell Generation Laptop GPU",
+        "NVIDIA RTX PRO 4500 Blackwell",
+        "NVIDIA GB10",
+        "NVIDIA Thor",
+        "Orin",
+        "AMD Instinct MI308X",
         "AMD Radeon RX 7900 XTX",
+        "AMD Radeon Graphics",
+        "Intel(R) Arc(TM) B580 Graphics",
+        "Intel(R) Data Center GPU Max 1550",
+        "Apple M5",
+        "Apple M5 Max",
         "cpu",
         "",
     ],
@@ -154,14 +172,78 @@ def test_every_entry_is_valid():
 
 
 def test_entries_agree_with_their_units():
-    """Entries are in order, and units times clock give the 16-bit peaks."""
+    """Entries are in order, and each unit does a power of two of 16-bit FLOPs per clock."""
     data = json.loads(Path(lookup.__code__.co_filename).with_name("device_peaks.json").read_text())
     assert [peaks.name for peaks in table()] == list(data)
-    checked = {name: row["check"] for name, row in data.items() if "check" in row}
+    checked = [peaks for peaks in table() if peaks.boost_mhz]
     assert len(checked) > 50
-    for name, check in checked.items():
-        rate = check["sm"] * check["boost_ghz"] * 1e9 * check["flop_per_clk_per_sm_16bit"]
-        assert rate == pytest.approx(data[name]["fp16"], rel=0.02)
+    for peaks in checked:
+        rate = peaks.fp16 / (peaks.sm * peaks.boost_mhz * 1e6)
+        assert rate == pytest.approx(2 ** round(math.log2(rate)), rel=0.02), peaks.name
+
+
+def claims(quote):
+    """The numbers in a line, as FLOP/s; of CUDA cores and a clock, FP32's."""
+    numbers = [float(text.replace(",", "")) for text in re.findall(r"\d[\d,]*(?:\.\d+)?", quote)]
+    if quote.startswith("CUDA Cores"):
+        cores, clocks = re.findall(r"Cores (.*), Boost Clock \(GHz\) (.*)", quote)[0]
+        return [
+            2e9 * float(number.replace(" ", "")) * float(clock)
+            for number in cores.split("/")
+            for clock in clocks.split("/")
+        ]
+    return [number * scale for number in numbers for scale in (1e12, 1e15)]
+
+
+def test_a_source_on_record_has_a_peak_of_its_entry():
+    """The quoted line gives one of the values, or twice it: with sparsity, or of two devices.
+
+    AI TOPS are those of the smallest dtype with sparsity. No entry has a part of its source.
+    """
+    verified = [peaks for peaks in table() if peaks.url]
+    assert len(verified) > 60
+    for peaks in table():
+        assert bool(peaks.url) == bool(peaks.quote) == bool(peaks.checked), peaks.name
+    for peaks in verified:
+        assert peaks.url.startswith("https://")
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", peaks.checked)
+        values = [peaks.fp32, peaks.tf32, peaks.fp16, peaks.bf16, peaks.fp8, peaks.int8, peaks.fp4]
+        known = np.array([value * factor for value in values if value for factor in (1, 2)])
+        assert np.isclose(np.array(claims(peaks.quote))[:, None], known, rtol=0.01).any(), (
+            peaks.name
+        )
+
+
+def test_the_docs_list_the_unverified_entries():
+    """As the command does."""
+    text = (Path(__file__).parents[2] / "docs" / "mfu.md").read_text()
+    names = ", ".join(peaks.name for peaks in table() if not peaks.url)
+    assert f"Unverified: {names}." in " ".join(text.split())
+
+
+def test_an_entry_without_a_source_on_record_is_unverified(gpu):
+    """Whoever reads the source of the peak sees it."""
+    gpu("NVIDIA H20")
+    assert not lookup("NVIDIA H20").url
+    assert resolve_peak(CUDA, "bfloat16").source == "table: H20 (secondary, unverified)"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "tf32", "clock"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", False, 1.83e9),
+        ("NVIDIA H100 80GB HBM3", "float32", True, 1.83e9),
+        # 67 TFLOP/s hold at 1,980 MHz.
+        ("NVIDIA H100 80GB HBM3", "float32", False, None),
+        ("NVIDIA H100 80GB HBM3", "float64", False, None),
+        ("NVIDIA GB200", "bfloat16", False, None),  # its clock is not published
+    ],
+)
+def test_the_clock_at_which_a_peak_holds(gpu, monkeypatch, device, dtype, tf32, clock):
+    """It is known for the units for matrices, where the table has it."""
+    gpu(device)
+    monkeypatch.setattr("lightning_perf.flops.peaks.tf32_is_on", lambda: tf32)
+    assert resolve_peak(CUDA, dtype).clock == clock
 
 
 @pytest.mark.parametrize(
@@ -263,7 +345,7 @@ def test_a_given_peak_takes_precedence(gpu, rate):
 def test_a_gpu_of_the_table(gpu):
     """A known GPU has the peak of the table, with its entry and confidence."""
     gpu("NVIDIA H200")
-    assert resolve_peak(CUDA, "bfloat16") == Peak(989.4e12, "table: H200 (datasheet)")
+    assert resolve_peak(CUDA, "bfloat16") == Peak(989.4e12, "table: H200 (datasheet)", 1.83e9)
 
 
 def test_an_unknown_nvidia_gpu_is_estimated(gpu):
@@ -274,6 +356,32 @@ def test_an_unknown_nvidia_gpu_is_estimated(gpu):
     assert found is not None
     assert found.value == pytest.approx(312e12 * 14 / 108, rel=1e-3)
     assert found.source == f"estimated: {name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "hip"),
+    [
+        ("NVIDIA GB10", (12, 1), None),
+        ("NVIDIA Thor", (11, 0), None),
+        ("Orin", (8, 7), None),
+        ("AMD Instinct MI308X", (9, 4), "6.4"),
+        ("AMD Radeon RX 7900 XTX", (11, 0), "6.4"),
+    ],
+)
+def test_a_gpu_without_a_known_rate_is_measured(gpu, rate, monkeypatch, name, capability, hip):
+    """No device is without a peak: neither systems on a chip nor AMD's that are not listed."""
+    major, minor = capability
+    gpu(name, multi_processor_count=20, clock_rate=1.3e6, major=major, minor=minor)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert resolve_peak(CUDA, "bfloat16") == Peak(7e9, "measured")
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 5090 Laptop GPU", "NVIDIA RTX PRO 4500"])
+def test_a_gpu_of_a_known_architecture_is_estimated(gpu, name):
+    """Laptop models and small ones of an architecture follow from their own clock."""
+    gpu(name, multi_processor_count=82, clock_rate=1.5e6, major=12, minor=0)
+    halved = 2 if "GeForce" in name else 1
+    assert resolve_peak(CUDA, "bfloat16").value == 82 * 1.5e9 * 1024 / halved
 
 
 @pytest.mark.parametrize("properties", [{"clock_rate": 1e6, "major": 99}, {"major": 8}])
@@ -311,6 +419,7 @@ def test_the_peak_of_a_run_is_that_of_most_of_its_work(gpu):
     assert peaks.setup()["peak_flops"] == 19.5e12
     peaks.cost_of(Counts(model={"float32": 1, "tf32": 99}))
     assert peaks.setup()["peak_flops"] == 156e12
+    assert peaks.setup()["peak_clock"] == peaks.clock() == 1.41e9
 
 
 def test_the_tf32_setting_decides_float32(gpu, monkeypatch):

@@ -66,6 +66,19 @@ def test_one_thread_reads_for_all_subscribers() -> None:
     assert not sampler.refresh(60)
 
 
+def test_a_subscriber_without_an_interval_leaves_the_choice_to_others() -> None:
+    """Windows that need sensors start the sampler, and SystemMetrics may want fewer samples."""
+    sampler = Sampler(of(Ticks()))
+    sampler.subscribe("windows")
+    assert sampler.interval == 1.0
+    sampler.subscribe("rarely", LONG)
+    assert sampler.interval == LONG
+    sampler.unsubscribe("rarely")
+    assert sampler.interval == 1.0
+    sampler.unsubscribe("windows")
+    assert not sampler.subscribed
+
+
 def test_it_samples_by_itself() -> None:
     """It samples at its interval without being asked."""
     ticks = Ticks()
