@@ -5,17 +5,21 @@ It renews the pictures in ``docs/images``.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow import MlflowClient
 from PIL import Image
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
@@ -30,18 +34,15 @@ WIDTH, HEIGHT = 1280, 900
 MENU, BUTTON = 198, 690
 #: MLflow opens its assistant unless the browser's storage, which files lack, says that it did.
 VISITED = "try { localStorage['mlflow.assistant.fab.autoOpenedOnFirstLoad_v1'] = true } catch {}"
-#: The demo, shortened: a smaller model, so that steps are short, too.
-SHORT = {
-    "trainer.max_steps": 80, "trainer.val_check_interval": 40, "trainer.limit_val_batches": 4,
-    "model.width": 96, "model.layers": 2,
-}  # fmt: skip
+#: Columns of the terminal in the README.
+COLUMNS = 88
 
 
 @pytest.fixture(scope="module")
 def run(mlflow_server: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
     """The address of a run of the demo in the UI, its name, and the folder of its files."""
     folder = tmp_path_factory.mktemp("demo")
-    options = SHORT | {
+    options = {
         "trainer.logger.init_args.tracking_uri": mlflow_server,
         "trainer.default_root_dir": folder,
     }
@@ -96,13 +97,33 @@ def visit(browser: Any, address: str, *texts: str) -> str:
     return shows(browser, *texts)
 
 
-def picture(browser: Any, name: str, left: int = 0, bottom: int = HEIGHT) -> None:
+def picture(
+    browser: Any, name: str, left: int = 0, bottom: int = HEIGHT, right: int = WIDTH
+) -> None:
     """Save the view between two edges, in 256 colours."""
     path = IMAGES / f"{name}.png"
     shot = Image.open(BytesIO(browser.get_screenshot_as_png())).convert("RGB")
-    shot = shot.crop((left, 0, shot.width, min(bottom, shot.height)))
+    shot = shot.crop((left, 0, min(right, shot.width), min(bottom, shot.height)))
     shot.quantize(256).save(path, optimize=True)
     assert path.stat().st_size < LARGEST
+
+
+def test_the_report_in_a_terminal(browser: Any, run: tuple[str, str, Path], tmp_path: Path) -> None:
+    """The demo's dataset is slow: the first verdict says so, in red."""
+    _, _, folder = run
+    command = [sys.executable, "-m", "lightning_perf", "report", str(folder)]
+    env = os.environ | {"FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)}
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    shown, _, _ = done.stdout.partition("validation-bound")
+    console = Console(record=True, width=COLUMNS, file=StringIO())
+    console.print(Text.from_ansi(shown.rstrip()))
+    page = tmp_path / "terminal.html"
+    page.write_text(console.export_html(theme=MONOKAI, inline_styles=True))
+    browser.get(page.as_uri())
+    text = shows(browser, "MFU", "input-bound (critical)", "faster without it")
+    height = browser.execute_script("return document.querySelector('pre').scrollHeight")
+    picture(browser, "demo", bottom=height + 16, right=COLUMNS * 8 + 24)
+    assert "prepare the data" in text
 
 
 def test_the_overview_begins_with_mfu(browser: Any, run: tuple[str, str, Path]) -> None:
