@@ -2,9 +2,12 @@
 
 ``pip install transformers``, then ``python benchmarks/families.py [FAMILY ...]``: prints, for each
 family, what lightning_perf and torch's ``FlopCounterMode`` count, what explains the difference
-exactly, and what the formula ``palm`` gives or why it refuses the configuration. Attention runs as
-separate products (``eager``), which both count. Families whose configuration does not take small
-sizes as others do are listed at the end.
+exactly, and what the formula ``palm`` gives or why it refuses the configuration. Where it accepts
+it, ``megatron`` is divided by the count less half of attention, and ``nanogpt`` by attention and 6
+FLOPs per token and parameter of the real model, positions left out: each by its own definition. The
+latter assumes biases and norms, which no configuration names; all matrices must be the real ones.
+Attention runs as separate products (``eager``), which both count. Families whose configuration does
+not take small sizes as others do are listed at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_perf import ConfigError
-from lightning_perf.flops import FlopCounter, formula_for
-from lightning_perf.flops.operators import grouped_product, plain_convolution
+from lightning_perf.flops import FlopCounter, TransformerConfig, formula_for
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 BATCH, LENGTH, MOST_PARAMETERS = 2, 32, 20_000_000
@@ -54,6 +56,14 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+def grouped_product(args: Any, out: Any) -> int:
+    """One product per group of rows; of two matrices the groups split what is summed."""
+    a, b = args[:2]
+    if a.dim() == b.dim() == 2:
+        return int(2 * a.size(0) * a.size(1) * b.size(1))
+    return int(2 * out.numel() * a.size(-1))
+
+
 class Explained(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what torch's counter is known to miss, and what it counts too often.
 
@@ -73,8 +83,8 @@ class Explained(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith("aten::_grouped_mm"):
             self.missed += grouped_product(args, out)
         if name.startswith("aten::convolution_backward") and args[-1][1]:
-            grad, inputs, weight, *_, groups, _mask = args
-            self.excess += (groups - 1) * plain_convolution([inputs, weight], grad)
+            grad, _x, weight, *_, groups, _mask = args
+            self.excess += (groups - 1) * 2 * grad.numel() * (weight.numel() // weight.size(0))
         return out
 
 
@@ -90,6 +100,11 @@ class Row:
     excess: int
     #: By the formula ``palm``, or why it refuses.
     palm: float | str
+    #: By the formulas ``megatron`` and ``nanogpt``, divided by their definitions; None if refused.
+    megatron: float | None
+    nanogpt: float | None
+    #: Whether the latter has all matrices, so that only biases and norms make it differ.
+    matrices: bool
 
     @property
     def exact(self) -> bool:
@@ -141,14 +156,43 @@ def measure(kind: type[Any], model_class: type[Any]) -> Row:
         step()
     with Explained() as explained:
         step()
+    megatron = nanogpt = None
+    matrices = True
     try:
         palm: float | str = formula_for({"kind": "palm", "config": config})({"input_ids": ids})
     except ConfigError as error:
         palm = error.problem
+    else:
+        by_kind = theirs.get_flop_counts()["Global"]
+        attention = by_kind.get(torch.ops.aten.bmm, 0) + by_kind.get(torch.ops.aten.baddbmm, 0)
+        megatron = formula_for({"kind": "megatron", "config": config})({"input_ids": ids})
+        megatron /= counter.counts.model_flops - attention / 2
+        nanogpt = formula_for({"kind": "nanogpt", "config": config})({"input_ids": ids})
+        others = parameters - positions(model)
+        nanogpt /= 6 * others * ids.numel() + attention
+        vectors = sum(
+            each.numel()
+            for name, each in model.named_parameters()
+            if each.dim() == 1 or name.endswith("bias")
+        )
+        sizes = TransformerConfig.from_config(config, sequence=LENGTH)
+        known = replace(sizes, top_k=sizes.experts).matmul_parameters
+        known += 0 if sizes.tied else sizes.vocab * sizes.hidden
+        matrices = known == others - vectors
     return Row(
         kind.model_type, parameters, counter.counts.hardware_flops, theirs.get_total_flops(),
-        explained.missed, explained.excess, palm,
+        explained.missed, explained.excess, palm, megatron, nanogpt, matrices,
     )  # fmt: skip
+
+
+def positions(model: nn.Module) -> int:
+    """Parameters of learned positions."""
+    named = (
+        (name.rpartition(".")[2], part)
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding)
+    )
+    return sum(part.weight.numel() for name, part in named if name == "wpe" or "position" in name)
 
 
 def families(wanted: list[str]) -> Iterator[Row | str]:
@@ -173,7 +217,8 @@ def main() -> None:
     parser.add_argument("families", nargs="*", metavar="FAMILY")
     torch.set_num_threads(1)
     left_out, same = [], 0
-    print("| family | MFLOP | FlopCounterMode | why it differs | `palm` |\n|---|---|---|---|---|")
+    print("| family | MFLOP | FlopCounterMode | why it differs | `palm` | `megatron` | `nanogpt` |")
+    print("|---|---|---|---|---|---|---|")
     for row in families(parser.parse_args().families):
         if isinstance(row, str):
             left_out.append(row)
@@ -182,9 +227,14 @@ def main() -> None:
         why = ", ".join(name for name, flops in reasons.items() if flops)
         why = why if row.exact else f"NOT EXPLAINED {why}"
         palm = row.palm if isinstance(row.palm, str) else f"{row.palm / row.ours:.4g}"
+        others = " | ".join(
+            "" if ratio is None else f"{ratio:.4g}" for ratio in (row.megatron, row.nanogpt)
+        )
+        others += "" if row.matrices else " NOT EXPLAINED"
         same += row.exact
         print(
-            f"| {row.family} | {row.ours / 1e6:.6g} | {row.torch / row.ours:.4g} | {why} | {palm} |"
+            f"| {row.family} | {row.ours / 1e6:.6g} | {row.torch / row.ours:.4g} | {why} | {palm} "
+            f"| {others} |"
         )
     print(f"\n{same} families agree with FlopCounterMode but for its known faults.\n\nLeft out:\n")
     print("\n".join(f"- {each}" for each in left_out))

@@ -169,7 +169,8 @@ def transformer_encoder_layer(args: Args, out: object) -> int:
 _TABLE: dict[str, Formula] = {
     """mm bmm mv dot vdot matmul linear mkldnn_linear _int_mm _scaled_mm _scaled_mm_v2
     _mixed_dtypes_linear _dyn_quant_matmul_4bit _weight_int8pack_mm _weight_int4pack_mm
-    _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros""": product,
+    _weight_int4pack_mm_for_cpu _weight_int4pack_mm_with_scales_and_zeros
+    affine_grid_generator""": product,
     "addmm baddbmm addmv _addmm_activation": lambda args, out: product(args[1:], out),
     "addbmm": lambda args, out: int(args[1].size(0)) * product(args[1:], out),  # a sum of products
     "_foreach_mm": lambda args, out: sum(

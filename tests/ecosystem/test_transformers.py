@@ -76,3 +76,5 @@ def test_the_formula_of_each_proven_family_is_its_count(family: str) -> None:
     (row,) = FAMILIES["families"]([family])
     assert row.exact
     assert row.palm == row.ours
+    assert row.megatron == 1
+    assert row.matrices  # of `nanogpt`, which assumes biases and norms

@@ -357,6 +357,14 @@ def test_no_value_is_read_while_a_cuda_graph_is_captured(monkeypatch):
     assert not OnDevice.read
 
 
+def test_the_grid_of_an_affine_map():
+    """Each coordinate is a row of the matrix times a position, in forward and backward."""
+    matrix = torch.randn(2, 2, 3, requires_grad=True)
+    with FlopCounter() as counter:
+        torch.nn.functional.affine_grid(matrix, [2, 1, 4, 5], False).sum().backward()
+    assert counter.counts.model == {"float32": 2 * 2 * 3 * (2 * 4 * 5 * 2)}
+
+
 def test_fused_multi_head_attention():
     """Four projections and attention; queries and keys may differ in length."""
     query, key = meta(BATCH, QUERIES, WIDTH), meta(BATCH, KEYS, WIDTH)
