@@ -25,7 +25,10 @@ from lightning_perf.flops.operators import FORMULAS, ByCall, ByName, formula_of,
 from lightning_perf.patches import MethodPatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Set
+
+    #: The dictionary of a module, and a name in it.
+    Place = tuple[dict[str, Any], str]
 
 #: Arguments by name. A formula gives the FLOPs of the call, of which a backward has twice as many,
 #: or a pair of both.
@@ -230,12 +233,11 @@ class Wrapped:
         for address, formula in EXTERNAL.items():
             with suppress(Exception):  # of another version of the package
                 self._wrap(address, formula)
-        if self._functions:
-            for module in _modules():
-                for name, value in [*vars(module).items()]:
-                    ours = self._functions.get(id(value))
-                    if ours is not None and value is ours.original:
-                        vars(module)[name] = ours
+        self._places, self._known = _PLACES.of(self._functions), {*sys.modules}
+        for space, name in self._places:
+            ours = self._functions.get(id(space.get(name)))
+            if ours is not None and space.get(name) is ours.original:
+                space[name] = ours
         with suppress(Exception):
             kernels = vars(sys.modules["triton.runtime.jit"])["JITFunction"]
             self._replace(kernels, "run", self._noted(vars(kernels)["run"]))
@@ -284,16 +286,45 @@ class Wrapped:
             with suppress(Exception):
                 if vars(owner).get(name) is ours:  # nobody has replaced it since
                     setattr(owner, name, original)
-        for module in _modules() if self._functions else ():
-            for name, value in [*vars(module).items()]:
-                if type(value) is _Counted and value is self._functions.get(id(value.original)):
-                    vars(module)[name] = value.original
+        late = sys.modules.keys() - self._known if self._functions else set()
+        for space, name in [*self._places, *_names_in(late)]:
+            value = space.get(name)
+            if type(value) is _Counted and value is self._functions.get(id(value.original)):
+                space[name] = value.original
         for function in self._functions.values():  # the user's objects may have kept it
             function._release(lambda: None)
 
 
-def _modules() -> list[ModuleType]:
-    return [module for module in [*sys.modules.values()] if type(module) is ModuleType]
+def _names_in(modules: Iterable[str]) -> Iterator[Place]:
+    """Every name in some modules, with their dictionaries."""
+    for module in map(sys.modules.get, [*modules]):
+        if type(module) is ModuleType:
+            yield from ((vars(module), name) for name in [*vars(module)])
+
+
+class _Places:
+    """The names under which modules have functions, searched again after an import.
+
+    Reading all names of all modules takes 100 ms.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[int, Set[int]] = 0, frozenset()
+        self._found: list[Place] = []
+
+    def of(self, functions: Mapping[int, _Counted]) -> list[Place]:
+        """The places of functions by their identities."""
+        now = len(sys.modules), functions.keys()
+        if functions and self._of != now:
+            names = _names_in(sys.modules)
+            self._found = [
+                (space, name) for space, name in names if id(space.get(name)) in functions
+            ]
+            self._of = len(sys.modules), frozenset(functions)
+        return self._found if functions else []
+
+
+_PLACES = _Places()
 
 
 def _record(
