@@ -120,7 +120,7 @@ def test_the_report_in_a_terminal(browser: Any, run: tuple[str, str, Path], tmp_
     page = tmp_path / "terminal.html"
     page.write_text(console.export_html(theme=MONOKAI, inline_styles=True))
     browser.get(page.as_uri())
-    text = shows(browser, "MFU", "input-bound (critical)", "faster without it")
+    text = shows(browser, "MFU", "input-bound", "faster without it")
     height = browser.execute_script("return document.querySelector('pre').scrollHeight")
     picture(browser, "demo", bottom=height + 16, right=COLUMNS * 8 + 24)
     assert "prepare the data" in text
@@ -141,7 +141,7 @@ def test_the_charts_show_mfu(browser: Any, run: tuple[str, str, Path]) -> None:
     visit(browser, f"{address}/model-metrics", "throughput", "timings")
     search = "//input[@placeholder='Search metric charts']"
     browser.find_element(By.XPATH, search).send_keys("mfu")
-    shows(browser, "(throughput/device/mfu)")  # other charts are drawn when they are scrolled to
+    shows(browser, "mfu_causal")  # other charts are drawn when they are scrolled to
     assert browser.find_elements(By.CSS_SELECTOR, "svg .scatterlayer .point, svg .lines")
     picture(browser, "mlflow_metrics", MENU, 612)
 
