@@ -124,7 +124,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth = 0
         #: Whether nothing is counted for now.
         self.paused = False
-        #: Whether a function of `EXTERNAL` runs, whose formula covers what it calls.
+        #: Whether a function of `EXTERNAL` runs, whose formula covers those that it calls.
         self.within_external = False
         self._fake_mode: object = None
         self._model: Counter[str] = Counter()
@@ -134,6 +134,11 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._later: list[tuple[str, Callable[[], Work], str, bool]] = []
         self._tracked = 0
         self._untracked_names: Counter[str] = Counter()
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """FLOPs so far, and the number of calls whose FLOPs are not known yet."""
+        return sum(self._hardware.values()), len(self._later)
 
     @property
     def counts(self) -> Counts:

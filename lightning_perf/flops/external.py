@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import wraps
 from inspect import signature
+from math import inf
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -207,13 +208,14 @@ def _call(
     counter = active()
     if counter is None or counter.within_external:
         return original(*args, **kwargs)
-    counter.within_external, out = formula is not None, None
+    counter.within_external, out, before = formula is not None, None, counter.progress
     try:
         out = original(*args, **kwargs)
     finally:  # a recomputation may end by an exception
         counter.within_external = False
+        seen, later = (now - then for now, then in zip(counter.progress, before, strict=True))
         with suppress(Exception):
-            _record(counter, name, formula, original, args, kwargs, out)
+            _record(counter, name, formula, original, args, kwargs, out, inf if later else seen)
     return out
 
 
@@ -328,9 +330,13 @@ _PLACES = _Places()
 
 
 def _record(
-    counter: Any, name: str, formula: Any, original: Any, args: Any, kwargs: Any, out: Any
-) -> None:
-    """Count a call now, and its backward when the gradient of its result is computed."""
+    counter: Any, name: str, formula: Any, original: Any, args: Any, kwargs: Any, out: Any,
+    seen: float,
+) -> None:  # fmt: skip
+    """Count a call now, and its backward when the gradient of its result is computed.
+
+    FLOPs of operators that torch has ``seen`` in the call count already, and so do their backwards.
+    """
     try:
         if isinstance(formula, ByName):
             bound = signature(original).bind(*args, **kwargs)
@@ -338,7 +344,9 @@ def _record(
             flops: Any = formula.formula(bound.arguments)
         else:
             flops = formula(*args, **kwargs, out=out)
-        forward, backward = map(_work, flops if type(flops) is tuple else (flops, 2 * flops))
+        works = [*map(_work, flops if type(flops) is tuple else (flops, 2 * flops))]
+        rest = max(1 - seen / works[0].flops, 0.0) if works[0].flops else float(not seen)
+        forward, backward = (Work(round(w.flops * rest), round(w.hidden * rest)) for w in works)
         dtype = _dtype(name, next(_tensors([*args, *kwargs.values()])))
     except Exception:  # there is no formula, or it does not know these arguments
         counter.add_unknown(name)

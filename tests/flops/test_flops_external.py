@@ -125,6 +125,48 @@ def test_modules_of_transformer_engine_are_counted() -> None:
         assert counted(lambda: layer(x)).model == {"float32": PRODUCT}
 
 
+@pytest.mark.parametrize("hidden", [0, 1, 2])
+def test_operators_that_torch_sees_count_once(monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
+    """A formula adds what torch does not see of it: none, half or two thirds, and the backward."""
+    monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nn.Linear(IN, OUT, bias=False)
+            self.unseen = nn.ModuleList(Linear() for _ in range(hidden))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return sum((each(x) for each in self.unseen), self.seen(x))
+
+    monkeypatch.setattr(sys.modules[__name__], "Mixed", Mixed, raising=False)
+    Mixed.__qualname__ = "Mixed"
+    packages(monkeypatch, transformer_engine_torch={"generic_gemm": gemm})
+    flop_formula(Mixed, lambda module, x, out: PRODUCT * (1 + hidden))
+    x, model = torch.randn(TOKENS, IN, requires_grad=True), Mixed()
+    counts = counted(lambda: model(x).sum().backward())
+    assert counts.model == {"float32": 3 * PRODUCT * (1 + hidden)}
+    assert counted(lambda: model(x)).model == {"float32": PRODUCT * (1 + hidden)}
+
+
+def test_attention_of_transformer_engine_that_is_an_operator_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its backends for FlashAttention 2 and 3 are operators, and the unfused one is products."""
+
+    class OfOperators(DotProductAttention):
+        def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor) -> Tensor:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
+            return (torch.softmax(q @ k.transpose(-1, -2), -1) @ v).permute(2, 0, 1, 3)
+
+    packages(monkeypatch, transformer_engine__pytorch={"DotProductAttention": OfOperators})
+    x = torch.randn(8, 2, 3, 16, requires_grad=True)  # length, batch, heads, head dimension
+    forward = 2 * 2 * 2 * 3 * 8 * 8 * 16
+    assert counted(lambda: OfOperators()(x, x, x).sum().backward()).model == {
+        "float32": 3 * forward
+    }
+
+
 @pytest.mark.usefixtures("transformer_engine")
 def test_numbers_are_those_without_counting() -> None:
     """Gradients are equal bit by bit, and everything wrapped is restored."""
