@@ -369,8 +369,9 @@ class FlopCache:
     _samples: dict[Signature, list[Counts]] = field(default_factory=dict)
     _recounts: int = 0
     _differ: bool = False
-    # Checks in a row that showed another cost, and batches from one check to the next.
+    # Changes of the cost in a row, and whether the first batch of an epoch showed the last one.
     _changes: int = 0
+    _at_epoch: bool = False
     _gap: int = _CHECKED_AFTER
     # Batches so far, and those that were counted.
     _batches: int = 0
@@ -446,7 +447,8 @@ class FlopCache:
         self._firsts += 1
         samples = self._samples.setdefault(signature, [])
         others = self._samples[signature[:-1]]
-        if all(one.model != counts.model for one in (others[-1], *samples)):
+        self._at_epoch = all(one.model != counts.model for one in (others[-1], *samples))
+        if self._at_epoch:
             self._wait(0)
         samples.append(counts)
         self.counts[signature] = mean(samples)
@@ -477,7 +479,8 @@ class FlopCache:
         few = self._differ and 2 * len(samples) <= self._recounts
         if not (unique or few or any(counts.model == sample.model for sample in samples)):
             return False
-        self._changes, self._gap = 0, min(2 * self._gap, _CHECKED_EVERY[self.manual])
+        self._changes *= self._at_epoch
+        self._gap = min(2 * self._gap, _CHECKED_EVERY[self.manual])
         return True
 
     def _wait(self, batches: int) -> None:

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_perf import Flops, PerfWarning, WindowCallback
 from lightning_perf.core.window import Window, utilization
@@ -416,6 +416,14 @@ def test_work_that_changes_with_the_epoch_is_found_at_once(tmp_path: Path, compi
     known, model = Known("1000ba"), Scheduled(lambda n: 5 * 3 ** (n // 32), compiled)
     trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=8).fit(model)
     assert known.mean == pytest.approx(sum(map(model.cost, range(128))) / 128)
+
+
+def test_a_network_that_grows_in_each_epoch_is_followed(tmp_path: Path) -> None:
+    """Each of six epochs of 48 batches has more layers; few batches of each are counted."""
+    known, model = Known("1000ba"), Scheduled(lambda n: 3 * (n // 48), False)
+    loader = DataLoader(TensorDataset(torch.ones(192, WIDTH), torch.ones(192, 1)), 4)
+    trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=6).fit(model, loader)
+    assert known.mean == pytest.approx(sum(map(model.cost, range(288))) / 288)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
