@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
@@ -75,8 +76,10 @@ class Rates:
         return rates
 
 
-#: Maximum share of time spent on listing child processes, which reads all processes.
+#: Maximum share of a CPU spent on listing child processes.
 _SHARE = 0.01
+#: The children of a thread, in kernels that list them.
+_CHILDREN = Path("/proc/thread-self/children")
 
 
 class Processes:
@@ -91,44 +94,68 @@ class Processes:
         self._first: WeakKeyDictionary[psutil.Process, int] = WeakKeyDictionary()
         self._start = 0.0
         self._peak = 0.0
+        #: CPU seconds of all of them so far, when they were read, and whether they are to be anew.
+        self._spent, self._read, self._anew = inf, 0.0, True
         self._listed, self._until = 0, 0.0
 
     def __call__(self, now: float, /) -> dict[str, float]:
-        """Return current memory, and CPU time since the last call in percent of one CPU."""
+        """Return current memory, and CPU time since the last call in percent of one CPU.
+
+        A process that ended is in the CPU time of its parent's children once that waited for it.
+        """
+        if len(self._roots) > self._listed:  # the past of a new root does not count
+            self._spent, self._anew = inf, True
         if now >= self._until or len(self._roots) > self._listed:
             self._list(now)
-        rss = grown = cpu = 0.0
-        for pid, process in list(self._tree.items()):
+        rss = grown = spent = 0.0
+        for pid, process in list(self._tree.items()):  # parents first: none counts twice
             try:
                 with process.oneshot():
                     size = process.memory_info().rss
-                    cpu += process.cpu_percent()  # since the last call for this process
+                    times = process.cpu_times()
             except psutil.Error:  # the process has ended
                 del self._tree[pid]
                 continue
+            spent += times.user + times.system + times.children_user + times.children_system
             rss += size
             grown += size - self._first.setdefault(process, size)
         self._peak, self._start = max(self._peak, rss, _high_water()), self._start or rss
-        return {
+        figures = {
             "process_rss": rss, "process_peak_rss": self._peak,
-            "process_rss_level": self._start + grown, "process_cpu": cpu,
+            "process_rss_level": self._start + grown,
         }  # fmt: skip
+        if spent >= self._spent:
+            figures["process_cpu"] = 100 * (spent - self._spent) / (now - self._read)
+        if spent >= self._spent or self._anew:
+            self._spent, self._read, self._anew = spent, now, False
+        else:  # one was waited for between both readings, or by nobody: the next call knows
+            self._anew = True
+        return figures
 
     def _list(self, now: float) -> None:
-        roots, start = list(self._roots), time.perf_counter()
-        found: dict[int, psutil.Process] = {}
-        for root in roots:
-            if root in found:  # a child of another rank
-                continue
-            try:
-                process = psutil.Process(root)
-                children = process.children(recursive=True)
-            except psutil.Error:
-                continue
-            found |= {each.pid: each for each in (process, *children)}
-        self._tree = {pid: self._tree.get(pid, each) for pid, each in found.items()}
-        self._listed = len(roots)
-        self._until = now + (time.perf_counter() - start) / _SHARE
+        # Not the wall time: this thread mostly waits for Python's lock.
+        roots, start = list(self._roots), time.thread_time()
+        tree: dict[int, psutil.Process] = {}
+        for pid in (each for root in roots for each in _family(root)):
+            with suppress(psutil.Error):
+                tree[pid] = self._tree.get(pid) or psutil.Process(pid)
+        self._tree, self._listed = tree, len(roots)
+        self._until = now + (time.thread_time() - start) / _SHARE
+
+
+def _family(root: int) -> list[int]:
+    """Ids of a process and its descendants, parents first."""
+    family = [root]
+    if not _CHILDREN.exists():
+        with suppress(psutil.Error):  # reads all processes of the machine
+            family += [each.pid for each in psutil.Process(root).children(recursive=True)]
+        return family
+    for pid in family:
+        with suppress(OSError):  # the process has ended
+            for thread in [*Path(f"/proc/{pid}/task").iterdir()]:
+                with suppress(OSError):
+                    family += map(int, (thread / "children").read_text().split())
+    return family
 
 
 def _high_water() -> float:

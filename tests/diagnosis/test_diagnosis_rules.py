@@ -714,6 +714,36 @@ def test_a_gradual_slowdown_is_counted_from_its_start() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ratio", "grown", "running", "severity", "phase"),
+    [
+        # In a run alone on a virtual machine, the same work took up to 1.29 times as long later:
+        # 1.34 times loading, 1.17 forward, 1.23 backward.
+        (1.23, {"forward": 1.17, "backward": 1.23, "optimizer_step": 1.34}, 1.23, "info", None),
+        (1.6, {"forward": 1.6, "backward": 1.6, "optimizer_step": 1.6}, 1.6, "critical", None),
+        # A thread holds Python's lock, or other programs the CPU: the CPU time is as before.
+        (1.3, {"forward": 1.3, "backward": 1.3, "optimizer_step": 1.3}, 1.0, "warning", "back"),
+        # Only forward became slower.
+        (1.25, {"forward": 1.75}, 1.25, "warning", "forw"),
+    ],
+)
+def test_a_slower_cpu_is_no_warning_if_cpus_vary_as_much(
+    ratio: float, grown: dict[str, float], running: float, severity: str, phase: str | None
+) -> None:
+    """The speed of a virtual machine's CPUs depends on its neighbours."""
+    usual = {"forward": 0.005, "backward": 0.008, "optimizer_step": 0.002}
+    later = {name: seconds * grown.get(name, 1.0) for name, seconds in usual.items()}
+    step = 0.015
+    signals = signals_of(
+        {name: [usual[name]] * 6 + [later[name]] * 6 for name in usual},
+        named={RUNNING: [(10 * step, 1)] * 6 + [(10 * step * running, 1)] * 6},
+        steps=np.repeat([step, ratio * step], STEPS // 2),
+    )  # fmt: skip
+    found = next(each for each in diagnose(signals).verdicts if each.code == "slowdown")
+    assert (found.severity, (found.phase or "")[:4] or None) == (severity, phase)
+    assert ("All its parts take longer alike" in found.advice) == (phase is None)
+
+
+@pytest.mark.parametrize(
     ("code", "validation", "options"),
     [
         ("slowdown", [0.0] * 6 + [0.1] * 6, {"steps": np.repeat([0.05, 0.075], STEPS // 2)}),
@@ -1148,10 +1178,15 @@ def test_workers_are_promised_no_more_than_there_are_cpus(columns: Any, least: f
 
 
 @pytest.mark.parametrize(
-    ("threads", "cpus", "advised"), [(2, 2, False), (1, 2, True), (2, 8, True)]
+    ("threads", "cpus", "step", "advice"),
+    [
+        (2, 2, None, "More workers are not advised: they share the 2 CPUs with torch's threads"),
+        (1, 2, 0.2535 / 0.87, "num_workers=1 loads faster"),
+        (2, 8, 0.2535, "num_workers=1 hides the loading"),
+    ],
 )
 def test_workers_slow_down_threads_that_have_no_cpu_to_spare(
-    threads: int, cpus: int, advised: bool
+    threads: int, cpus: int, step: float | None, advice: str
 ) -> None:
     """A step of 253 ms that uses 1.68 of 2 CPUs waits for 78 ms: a worker saved 26 ms of 78.
 
@@ -1163,14 +1198,59 @@ def test_workers_slow_down_threads_that_have_no_cpu_to_spare(
         setup=Setup(cpus=cpus, threads=threads, loader=Loader(0, 16)),
     )  # fmt: skip
     found = next(each for each in diagnose(signals).verdicts if each.code == "input-bound")
-    assert found.evidence.get("advised_step_seconds", 0.0) == pytest.approx(0.2535 * advised)
-    expected = (
-        "num_workers=1 hides the loading"
-        if advised
-        else ("More workers are not advised: they share the 2 CPUs with torch's threads: load less")
-    )
-    assert expected in found.advice
-    assert found.predicted_speedup == pytest.approx(0.331 / 0.2535, rel=0.01)
+    assert found.evidence.get("advised_step_seconds") == (step and pytest.approx(step))
+    assert advice in found.advice
+    assert found.predicted_speedup == pytest.approx(0.331 / (step or 0.2535), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("rest", "wait", "workers", "measured"),
+    [
+        # Of the digits of examples/slow_classifier.py, with one and four passes of the model. A
+        # second worker gave 10.4 to 12.2 ms.
+        (7.02, 8.76, 1, 10.5),
+        (19.7, 8.61, 1, 21.9),
+    ],
+)
+def test_the_promise_of_workers_that_compute_was_kept(
+    rest: float, wait: float, workers: int, measured: float
+) -> None:
+    """Alone on 2 CPUs, milliseconds of a batch: both are slower if they compute all the time."""
+    step = 1e-3 * (rest + wait)
+    signals = signals_of(
+        {"forward": 0.4e-3 * rest, "backward": 0.6e-3 * rest, "dataloader_next": 1e-3 * wait},
+        named={RUNNING: every(BATCHES * step)},
+        columns=used(cpu_util_simple=51.0, process_cpu=100.0),
+        setup=Setup(cpus=2, threads=1, loader=Loader(0, 32)),
+    )  # fmt: skip
+    (found,) = diagnose(signals).verdicts
+    assert f"num_workers={workers} loads faster" in found.advice
+    assert found.evidence["advised_step_seconds"] == pytest.approx(1e-3 * measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("workers", "rest", "wait", "running", "use"),
+    [(1, 7.93, 2.61, 8.36, (90.0, 175.3)), (2, 7.83, 2.61, 7.71, (87.7, 170.9))],
+)
+def test_no_more_workers_are_advised_where_all_cpus_compute(
+    workers: int, rest: float, wait: float, running: float, use: tuple[float, float]
+) -> None:
+    """After that advice: a second worker was promised to give 9.47 instead of 10.5 ms, not 10.4.
+
+    The waiting for a CPU is that for the own worker, and not for other programs.
+    """
+    signals = signals_of(
+        {"forward": 0.4e-3 * rest, "backward": 0.6e-3 * rest, "dataloader_next": 1e-3 * wait},
+        named={
+            RUNNING: every(1e-3 * BATCHES * running),
+            WAITING: every(0.15e-3 * BATCHES * (rest + wait)),
+        },
+        columns=used(cpu_util_simple=use[0], process_cpu=use[1]),
+        setup=Setup(cpus=2, threads=1, loader=Loader(workers, 32)),
+    )  # fmt: skip
+    found = {each.code: each for each in diagnose(signals).verdicts}
+    assert "advised_step_seconds" not in found["input-bound"].evidence
+    assert found["cpu-saturated"].advice.startswith("This training itself uses the 2 CPUs")
 
 
 def test_what_workers_gain_beside_other_programs_is_promised_as_a_bound() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ import pytest
 
 from lightning_perf.cgroup import Cgroup
 from lightning_perf.system import Sampler
-from lightning_perf.system.host import Cpu, Processes, Rates, memory, physical, traffic
+from lightning_perf.system.host import Cpu, Processes, Rates, _family, memory, physical, traffic
 
 Patch = pytest.MonkeyPatch
 GB = 10**9
@@ -255,3 +257,69 @@ def test_a_new_process_is_no_growth_of_memory() -> None:
         child.kill()
     assert grown > 40e6
     assert processes(4e6)["process_rss_level"] == pytest.approx(before["process_rss"], abs=20e6)
+
+
+BURN = "import time\nwhile time.process_time() < {}: pass\nprint(flush=True)\n{}"
+
+
+def test_a_process_that_came_and_went_between_samples_counts() -> None:
+    """Workers of a short epoch, and what they started, are in the time of their parent."""
+    code = BURN.format(0.3, "")
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    processes = Processes({os.getpid()})
+    assert "process_cpu" not in processes(1.0)
+    subprocess.run([sys.executable, "-c", BURN.format(0.4, nested)], check=True)
+    assert 65.0 < processes(2.0)["process_cpu"] < 100.0
+    assert processes(3.0)["process_cpu"] < 20.0
+
+
+def test_a_new_process_counts_from_its_start_and_once() -> None:
+    """Also if it is sampled while it runs, and ends later."""
+    processes = Processes({os.getpid()})
+    processes(1.0)
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", BURN.format(0.5, "input()")]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert 45.0 < processes(2.0)["process_cpu"] < 80.0
+        assert processes(3.0)["process_cpu"] < 20.0
+        child.communicate(b"\n")
+    assert processes(4.0)["process_cpu"] < 20.0
+
+
+def test_the_past_of_another_rank_does_not_count() -> None:
+    """A rank that becomes known later counts from then on; one that ends, no longer."""
+    rank = BURN.format(0.5, "import os; print(os.getpid(), flush=True); time.sleep(60)")
+    start = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
+    roots = {os.getpid()}
+    processes = Processes(roots)
+    processes(1.0)
+    with subprocess.Popen([sys.executable, "-c", start, rank], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert not parent.stdout.readline().strip()
+        pid = int(parent.stdout.readline())
+    assert processes(2.0)["process_cpu"] < 50.0
+    roots.add(pid)
+    assert "process_cpu" not in processes(3.0)
+    assert processes(4.0)["process_cpu"] < 20.0
+    os.kill(pid, signal.SIGKILL)
+    while psutil.pid_exists(pid):
+        time.sleep(0.01)
+    assert "process_cpu" not in processes(5.0)
+    processes(6.0)
+    assert processes(7.0)["process_cpu"] < 20.0
+
+
+def test_all_processes_of_the_machine_are_read_only_if_the_kernel_lists_no_children(
+    monkeypatch: Patch,
+) -> None:
+    """Both ways find the same descendants."""
+    monkeypatch.setattr(psutil.Process, "children", None)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        found = _family(os.getpid())
+        monkeypatch.undo()
+        monkeypatch.setattr("lightning_perf.system.host._CHILDREN", Path("/absent"))
+        assert child.pid in found
+        assert set(_family(os.getpid())) == set(found)
+        child.communicate(b"\n")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 #: The share of the run that is the warm-up of its memory.
 _WARMUP = 0.2
+#: Percent of the CPUs from which on training itself uses most of them.
+_MOSTLY = 60.0
 
 
 class Growth(NamedTuple):
@@ -133,7 +135,10 @@ def cpu_saturated(signals: Signals, hidden: float, named: float) -> Iterable[Imp
         advice = f"Other programs use {foreign:.0f}% of the CPUs: {elsewhere}"
         # More of them than CPUs that are left wait for one another.
         advice += f" {reduce}" * (setup.threads > max(1, setup.cpus * (1 - foreign / 100)))
-    elif use is not None and use >= FULL and not crowded:
+    elif (
+        foreign is not None and use is not None and not crowded
+        and (use >= FULL or (not fewer and use - foreign >= _MOSTLY))
+    ):  # fmt: skip
         advice = (
             f"This training itself uses the {counted(setup.cpus, 'CPU')}, so that neither workers "
             "nor threads help: give it more CPUs, or less work per batch, such as data that is "

@@ -8,16 +8,26 @@ import numpy as np
 
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, called, without_none
-from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, IN_BATCHES, Signals, Unknown
+from lightning_perf.diagnosis.signals import (
+    COMPILE,
+    COMPUTE,
+    GC,
+    IN_BATCHES,
+    RUNNING,
+    Signals,
+    Unknown,
+)
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from lightning_perf.diagnosis.stats import Numbers
 
 #: Hooks that callbacks and modules run once before the first batch.
 _BEFORE = (".on_train_start", ".on_train_epoch_start")
+#: Categories below this share of a batch are too noisy to compare.
+_PART = 0.05
 
 
 def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iterable[Impact]:
@@ -175,10 +185,11 @@ def _further_steps(signals: Signals, stalls: int, alike: float) -> str:
     return ""
 
 
-def slowdown(signals: Signals, ratio: float, sustained: int) -> Iterable[Impact]:
+def slowdown(signals: Signals, ratio: float, sustained: int, varies: float) -> Iterable[Impact]:
     """A change to longer batches, without stalls, unless they do more work from then on.
 
-    Longer by a ratio, with a number of batches before and after.
+    Longer by a ratio, with a number of batches before and after. The speed of a CPU may vary up to
+    the ratio ``varies`` without a warning.
     """
     steps = signals.within_epochs
     measured = np.flatnonzero(np.isfinite(steps))
@@ -207,25 +218,46 @@ def slowdown(signals: Signals, ratio: float, sustained: int) -> Iterable[Impact]
         return
     if _growth(signals, signals.waiting, window) > 0.5 * (after - before):
         return  # other programs took the CPU: `cpu-saturated` reports it
-    phase, culprit = _changed(signals, window)
+    grown = {name: _growth(signals, signals.category(name), window) for name in IN_BATCHES}
+    slower_cpu = _is_slower_cpu(signals, grown, window)
+    phase, culprit = (None, None) if slower_cpu else _changed(signals, grown, window)
     batch = signals.windows[0].first.batch + at  # a resumed run does not start at 0
     evidence = without_none(
         batch=float(batch), before_seconds=before, after_seconds=after,
         cpu_percent=signals.average("system/cpu_util_simple"),
     )  # fmt: skip
     where = f" The time went to {culprit or phase}." if phase else ""
+    look = "Look for state that grows, for throttling, and for other programs on the machine."
+    if slower_cpu:
+        look = (
+            "All its parts take longer alike, and use more CPU time: the CPU is slower (its clock, "
+            "heat, other virtual machines on its cores), or the items are larger."
+        )
     advice = (
         f"From batch {batch} on, a batch takes {duration(after)} instead of "
-        f"{duration(before)}.{where} Look for state that grows, for throttling, and "
-        "for other programs on the machine."
+        f"{duration(before)}.{where} {look}"
     )
-    grown = {name: max(_growth(signals, signals.category(name), window), 0) for name in IN_BATCHES}
+    grown = {name: max(seconds, 0.0) for name, seconds in grown.items()}
     total = sum(grown.values())
     yield Impact(
         np.maximum(lost, 0.0), 1.0, culprit, phase, None, evidence, advice, whole_run=True,
         on_host=False, inferred=True,
         within={n: part / total * np.maximum(lost, 0.0) for n, part in grown.items() if total},
+        highest="info" if slower_cpu and after < varies * before else "critical",
     )  # fmt: skip
+
+
+def _is_slower_cpu(signals: Signals, grown: Mapping[str, float], window: int) -> bool:
+    """Whether all parts of a batch grew alike, and so did the training thread's CPU time."""
+    usual = {name: signals.per_batch(signals.category(name)) for name in grown}
+    total = sum(grown.values())
+    parts = [name for name in grown if usual[name] >= _PART * sum(usual.values())]
+    return (
+        RUNNING in signals.actions
+        and _growth(signals, signals.actions[RUNNING].seconds, window) >= 0.5 * total
+        and len(parts) > 1
+        and all(grown[n] / usual[n] >= 0.5 * total / sum(usual.values()) for n in parts)
+    )
 
 
 def _more_work(signals: Signals, window: int, at: int, ratio: float) -> bool:
@@ -250,16 +282,17 @@ def _more_work(signals: Signals, window: int, at: int, ratio: float) -> bool:
     return False
 
 
-def _changed(signals: Signals, window: int) -> tuple[str | None, str | None]:
+def _changed(
+    signals: Signals, grown: Mapping[str, float], window: int
+) -> tuple[str | None, str | None]:
     """The category, and the named action in it, that grew most at a window."""
-    over = {name: _growth(signals, signals.category(name), window) for name in IN_BATCHES}
-    phase = max(over, key=over.__getitem__)
-    if over[phase] <= 0:
+    phase = max(grown, key=grown.__getitem__)
+    if grown[phase] <= 0:
         return None, None
     rows = signals.rows(phase)
     named = {row.name: _growth(signals, signals.actions[row].seconds, window) for row in rows}
     culprit = max(named, key=named.__getitem__, default="")
-    is_most = "." in culprit and named[culprit] >= 0.5 * over[phase]
+    is_most = "." in culprit and named[culprit] >= 0.5 * grown[phase]
     return phase, culprit if is_most else None
 
 
