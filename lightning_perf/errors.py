@@ -142,27 +142,33 @@ _USER = re.compile(
     r"(?:[^\s/?#@:\[]*:(?:(?![\s'\"(][\w+.-]{1,30}://)(?:[^\n]|\n(?=@)))*@|[^\s/?#]*@)",
     re.IGNORECASE,
 )
-_SECRET = re.compile(
-    r"user|uid|pass|pwd|secret|token|credential|signature|^sig$|(api|access|account)_?key|connect$",
-    re.IGNORECASE,
-)
+#: The start of a URL in a text, before its query or fragment. Paths of this machine may have a
+#: "#". From urllib3: "Max retries exceeded with url: /x?signature=abc".
+_START = r"((?:://|\burl: )(?:/[^?{0}]*(?=\?)|(?!/)[^?#{0}]*))[?#]"
+_QUERY = re.compile(_START.format(""), re.DOTALL)
+_QUERY_IN_TEXT = re.compile(_START.format(r"\s") + r"[^\s'\"]*")
+
+
+def without_user(text: str) -> str:
+    """Remove user names and passwords from the URLs in a text."""
+    return _USER.sub(r"\1", text)
 
 
 def without_credentials(address: str) -> str:
-    """Remove user names and passwords from the URLs in a text, also those in their queries."""
-    address = _USER.sub(r"\1", address)
-    start, mark, query = address.partition("?")
-    if not mark or "://" not in start:
-        return address
-    options = [each for each in query.split("&") if not _SECRET.search(each.partition("=")[0])]
-    return f"{start}{mark if options else ''}{'&'.join(options)}"
+    """Remove what may be secret from an address: user, password, query and fragment.
+
+    Example:
+        >>> without_credentials("postgresql://me:secret@host/runs?sslkey=secret")
+        'postgresql://host/runs'
+    """
+    address = without_user(address)
+    found = _QUERY.search(address)
+    return address if found is None else address[: found.end(1)]
 
 
 def redacted(text: str) -> str:
-    """Remove user names and passwords from the URLs in a text, and the queries of URLs."""
-    text = _USER.sub(r"\1", text)
-    # From urllib3: "Max retries exceeded with url: /x?signature=abc".
-    return re.sub(r"((?:://|\burl: )[^\s?]*)\?[^\s'\"]*", r"\1", text)
+    """As `without_credentials`, for all URLs in a text."""
+    return _QUERY_IN_TEXT.sub(r"\1", without_user(text))
 
 
 class WarningDigest:

@@ -126,14 +126,6 @@ def test_no_writer_replaces_what_is_no_file(tmp_path: Path, writer: str, kind: s
     assert {each.name for each in tmp_path.iterdir()} <= {path.name, "source"}
 
 
-def test_an_unusable_marker_belongs_to_another_run(tmp_path: Path) -> None:
-    """A pipe as the owner of a folder: the run takes its other name, without waiting."""
-    (tmp_path / "owl").mkdir()
-    os.mkfifo(tmp_path / "owl" / ".run")
-    folder = RunFolder(tmp_path, "{run_name}", Ranks(), "owl", "an id", patience=0.0)
-    assert folder.claim().name.startswith("owl-")
-
-
 def test_what_is_read_is_bounded(tmp_path: Path) -> None:
     """A file of the most bytes is read, a larger one is not; nesting and numbers have limits."""
     (path := tmp_path / "file").write_bytes(b"1234")

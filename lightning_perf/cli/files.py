@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from lightning_perf.cli import Failure, check_output, print_json
-from lightning_perf.errors import describe, without_credentials
+from lightning_perf.errors import describe, without_credentials, without_user
 from lightning_perf.files import walked
 from lightning_perf.terminal import new_console, say
 from lightning_perf.traces.names import remote_format, split_url
@@ -174,9 +173,9 @@ def _send_all(place: Path, send: Callable[[PendingUpload, Path], str]) -> list[t
         for key, entry in _tracked(list(left.items()), "uploading"):
             error = send(entry, place)
             sent.append((entry.path, error))
-            if error:
-                left[key] = replace(entry, error=error)
-            else:
+            # An entry that is left stays as it is: with other errors, the list could become larger
+            # than what is read.
+            if not error:
                 del left[key]
     return sent
 
@@ -295,7 +294,7 @@ def _is_below(place: str, root: str) -> bool:
     here, folder = _folder_of(place), _folder_of(root)
     if here is not None or folder is not None:
         return here is not None and folder is not None and here.is_relative_to(folder)
-    (*mine, path), (*named, above) = split_url(place), split_url(without_credentials(root))
+    (*mine, path), (*named, above) = split_url(place), split_url(without_user(root))
     return mine == named and PurePosixPath(path).is_relative_to(above.rstrip("/"))
 
 

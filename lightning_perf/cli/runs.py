@@ -20,7 +20,6 @@ from lightning_perf.files import write_text
 from lightning_perf.schedule.triggers import records_on, signal_number
 from lightning_perf.terminal import new_console, say
 from lightning_perf.tracking.summary import (
-    PAGE_NAME,
     RATES,
     RUNNING,
     panel,
@@ -360,8 +359,7 @@ def _show_run(run: Run, console: Console) -> None:
     )
     # The page about the run is last, so that it is always shown.
     pages = [path for path in files if path.endswith(".html")]
-    own = PurePosixPath(run.summary.get("report") or PAGE_NAME).name
-    pages.sort(key=lambda path: path.endswith(f"/{own}"))
+    pages.sort(key=lambda path: path == run.report)
     where = "" if run.tracking_uri is None else " or among MLflow's artifacts"
     _list(console, f"Pages: open in a browser{where}:", pages)
     if run.tracking_uri is not None:

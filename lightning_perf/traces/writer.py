@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from errno import ENOTDIR
 from functools import partial
@@ -20,9 +20,8 @@ from hashlib import sha256
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, TypeVar
 
-from lightning_perf.background import wait_until
 from lightning_perf.errors import describe, warn
-from lightning_perf.files import NotRegularError, compress, place, read_bytes
+from lightning_perf.files import NotRegularError, compress, place, read_bytes, written_whole
 from lightning_perf.traces.names import (
     IN_EPOCH,
     TOTALS,
@@ -108,22 +107,15 @@ class RunFolder:
     runs find different ones, and ranks without a common file system agree on the second name.
 
     A folder whose pattern has no ``{run_name}`` belongs to the user: it is neither marked nor
-    renamed, as if ``identity`` were None. ``patience`` is how many seconds to wait for another rank
-    that has created a marker and not yet written it.
+    renamed, as if ``identity`` were None.
     """
 
     def __init__(
-        self,
-        root: Path,
-        folder: str,
-        ranks: Ranks,
-        run_name: str,
-        identity: str | None,
-        patience: float = 2.0,
+        self, root: Path, folder: str, ranks: Ranks, run_name: str, identity: str | None
     ) -> None:
         pattern = folder_format(folder)
         names = [run_name] if identity is None else [run_name, distinct_name(run_name, identity)]
-        self._identity, self._names, self._patience = identity or "", names, patience
+        self._identity, self._names = identity or "", names
         self._folders = [Path(root, pattern.render(run_values(name, ranks))) for name in names]
         # Those of rank 0, so that all ranks mark the same folder: the part up to the run's name.
         leader = replace(ranks, global_rank=0, local_rank=0, node_rank=0)
@@ -158,27 +150,21 @@ class RunFolder:
 
     def _owner(self, folder: Path) -> str:
         """The identity of the run that owns the folder; our own if no run does."""
+        marker = folder / MARKER
         try:
-            return read_bytes(folder / MARKER).decode(errors="replace")
-        except NotRegularError:
-            return f"not {self._identity}"
-        except OSError:
-            return self._identity
+            return read_bytes(marker).decode(errors="replace")
+        except OSError:  # such as a dangling link, or a file of another user
+            return f"not {self._identity}" if os.path.lexists(marker) else self._identity
 
     def _mark(self, folder: Path) -> str:
         """As `_owner`, after marking a folder that no run owned."""
         make_folder(folder)
-        marker = folder / MARKER
-        try:
-            with marker.open("x", encoding="utf-8") as file:
-                file.write(self._identity)
-        except FileExistsError:
-            wait_until(lambda: marker.stat().st_size > 0, self._patience)
-            return self._owner(folder)
-        except OSError:  # full disk: other ranks must not wait for an empty marker
-            marker.unlink(missing_ok=True)
-            raise
-        return self._identity
+        with (
+            suppress(FileExistsError, NotRegularError),
+            written_whole(folder / MARKER, durable=False, replaces=False) as file,
+        ):
+            file.write(self._identity.encode())
+        return self._owner(folder)
 
 
 def distinct_name(run_name: str, identity: str) -> str:

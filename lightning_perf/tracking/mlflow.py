@@ -45,6 +45,8 @@ _CONNECT_SECONDS = 3.0
 _SERVERS = ("mlflow-artifacts", "http", "https", "dbfs", "databricks")
 #: The tag that MLflow shows as the description of a run.
 _DESCRIPTION = "mlflow.note.content"
+#: The tag with the path of the summary among the artifacts: others may have files of this name.
+SUMMARY_TAG = "lightning_perf.summary"
 #: MLflow's status by that of a summary, if the run has ended.
 _ENDS = {"finished": "FINISHED", "stopped by an exception": "FAILED"}
 
@@ -140,6 +142,7 @@ class MlflowRun(Tracker):
         if name == FILE_NAME:  # together, so that the description waits and is sent later, too
             with suppress(SummaryError):  # another file of this name
                 self._describe(description(read_summary(path)))
+                client.set_tag(self.run_id, SUMMARY_TAG, remote)
         if path.name == name:
             client.log_artifact(self.run_id, str(path), folder or None)
             return

@@ -155,7 +155,8 @@ def _links(summary: Summary) -> Iterator[Part]:
         linked = [path for path in files[-_MOST_LINKS:] if not posixpath.isabs(path)]
         if files:
             yield Heading(kind.capitalize())
-            yield Links([(path, posixpath.relpath(path, folder)) for path in linked])
+            # Absolute: otherwise it needs the current folder, which may be deleted.
+            yield Links([(path, posixpath.relpath(f"/{path}", f"/{folder}")) for path in linked])
         if others := len(files) - len(linked):
             yield f"{others:,} more are listed in summary.json."
 

@@ -8,16 +8,17 @@ from collections import deque
 from concurrent.futures import thread as pools
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_perf.background import Worker
 from lightning_perf.errors import describe, did_you_mean, without_credentials
 from lightning_perf.files import MOST_BYTES, files_below, limited, opened, parsed, walked
 from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.tracking.mlflow import is_on_other_server, tracking_problem
+from lightning_perf.tracking.mlflow import SUMMARY_TAG, is_on_other_server, tracking_problem
 from lightning_perf.tracking.summary import (
     FILE_NAME,
+    PAGE_NAME,
     RATES,
     SUMMARIES,
     VERSION,
@@ -66,6 +67,8 @@ class Run:
     page: str = ""
     #: That others have its name.
     note: str = ""
+    #: Which of its files is the page about it.
+    report: str = ""
 
 
 def find_run(what: str | None, tracking_uri: str | None) -> Run:
@@ -153,8 +156,10 @@ def folders_of(root: Path, name: str | None = None) -> list[Path]:
 def folder_of(path: Path) -> Path:
     """The folder of a run's file, of a run, or of the latest run below a folder."""
     folder = path.parent if path.is_file() else path
-    found = folder if (folder / FILE_NAME).exists() else next(reversed(folders_of(folder)), None)
-    if found is None and not path.is_file():
+    if path.is_file() or summaries_in(folder):
+        return folder
+    found = next(reversed(folders_of(folder)), None)
+    if found is None and not (folder / FILE_NAME).exists():
         above = [each for each in folder.absolute().parents if (each / FILE_NAME).is_file()]
         advice = f". Try {above[0]}" if above else ""
         raise SummaryError(f"there is no {FILE_NAME} below {folder}{advice}")
@@ -172,7 +177,9 @@ def read_folder(path: Path) -> Run:
         note = f"{found} runs left a summary there: this is the latest one" if found > 1 else ""
     summary = read_summary(file)
     files = tuple(sorted(str(each.resolve()) for each in files_below(folder)))
-    return Run(f"{summary['run']} ({file if note else folder})", summary, files, note=note)
+    page = folder / PurePosixPath(summary.get("report") or PAGE_NAME).name
+    title = f"{summary['run']} ({file if note else folder})"
+    return Run(title, summary, files, note=note, report=str(page.resolve()))
 
 
 def latest_in(folder: Path) -> tuple[Path, int]:
@@ -264,14 +271,17 @@ def _read(client: MlflowClient, run: Any) -> Run:
     # Whoever made the run may have named any server, which would get the user's password.
     elsewhere = is_on_other_server(run.info.artifact_uri or "", client.tracking_uri)
     paths = () if elsewhere else tuple(sorted(_paths(client, run.info.run_id)))
-    summary = _summary(client, run.info.run_id, paths) or _from_metrics(client, run)
+    # What we have uploaded: the user may have added summaries of other runs, or files of that name.
+    own = run.data.tags.get(SUMMARY_TAG, "")
+    found = _downloaded(client, run.info.run_id, own) if own in paths else None
     root = without_credentials(run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
     return Run(
         f"{run.info.run_name or run.info.run_id} ({run.info.run_id})",
-        summary,
+        found or _from_metrics(client, run),
         tuple(f"{root}/{path}" for path in paths),
         client.tracking_uri,
         f"#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}",
+        report=f"{root}/{PurePosixPath(own).with_name(PAGE_NAME)}" if found else "",
     )
 
 
@@ -290,14 +300,11 @@ def _paths(client: MlflowClient, run_id: str) -> Iterator[str]:
                 waiting.append((entry.path, level + 1))
 
 
-def _summary(client: MlflowClient, run_id: str, paths: Sequence[str]) -> Summary | None:
-    """The summary among a run's artifacts; None if there is none."""
-    found = [path for path in paths if path.rpartition("/")[2] == FILE_NAME]
-    if not found:
-        return None
+def _downloaded(client: MlflowClient, run_id: str, summary: str) -> Summary:
+    """A summary among a run's artifacts, by its path."""
     with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
         with limited(MOST_BYTES):
-            path = client.download_artifacts(run_id, found[-1], scratch)
+            path = client.download_artifacts(run_id, summary, scratch)
         return read_summary(Path(path))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import describe, printable, shown
 from lightning_perf.files import finite, read_json
+from lightning_perf.traces.names import safe
 from lightning_perf.units import counted, duration, flops_text
 
 if TYPE_CHECKING:
@@ -121,10 +122,12 @@ def read_summary(path: Path) -> Summary:
 def summaries_in(folder: Path, run: str | None = None) -> list[tuple[Path, Summary]]:
     """The summaries in a folder, of any run or of one name, with their files; the latest last.
 
-    Those of runs that trained, and of those that still run, count as later than others.
+    Those of runs that trained, and of those that still run, count as later than others; those of
+    the run whose name the folder has, even more: others may be copies, kept there for comparison.
     """
-    files = []
+    files, name = [], ""
     with suppress(OSError):  # there is no folder
+        name = folder.absolute().name
         names = (path for path in folder.iterdir() if SUMMARIES.fullmatch(path.name))
         files = [(path.stat().st_mtime, path) for path in names if path.is_file()]
     found = []
@@ -132,8 +135,9 @@ def summaries_in(folder: Path, run: str | None = None) -> list[tuple[Path, Summa
         with suppress(SummaryError):  # another tool's file may have the same name
             summary = read_summary(path)
             if run in (None, summary["run"]):
-                found.append((trains(summary), updated, path, summary))
-    return [(path, summary) for *_, path, summary in sorted(found, key=lambda each: each[:2])]
+                own = safe(summary["run"]) in (name, name[:-9])  # as `distinct_name` has it
+                found.append((own, trains(summary), updated, path, summary))
+    return [(path, summary) for *_, path, summary in sorted(found, key=lambda each: each[:3])]
 
 
 def trains(summary: Summary) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from lightning_perf import (
     Suite,
 )
 from lightning_perf.cli import main
+from lightning_perf.tracking.mlflow import MlflowRun
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 
@@ -208,6 +210,11 @@ def test_the_report_lists_traces_and_pages(
         for name in names:
             (tmp_path / name).touch()
             client.log_artifact(run.run_id, str(tmp_path / name), f"owl/{folder}")
+    stages = {"version": 1, "run": "owl", "status": "finished", "stages": {}}
+    (tmp_path / "summary.json").write_text(json.dumps(stages))
+    MlflowRun(mlflow_database, run.run_id).upload(tmp_path / "summary.json", "owl/summary.json")
+    (tmp_path / "report.html").touch()
+    client.log_artifact(run.run_id, str(tmp_path / "report.html"), "zoo")
     for name in ("report.html", "other.png"):
         (tmp_path / name).touch()
         client.log_artifact(run.run_id, str(tmp_path / name), "owl")
@@ -222,7 +229,7 @@ def test_the_report_lists_traces_and_pages(
         "  and 2 more",
     ]
     assert printed[pages + 5].endswith("/owl/report.html")
-    assert printed[pages + 6] == "  and 3 more"
+    assert printed[pages + 6] == "  and 4 more"
     assert not any(".md" in line for line in printed)
 
 

@@ -20,6 +20,7 @@ import lightning_perf.tracking.runs
 from lightning_perf import PyTorch, Timings
 from lightning_perf.cli.runs import _show_run
 from lightning_perf.terminal import new_console
+from lightning_perf.tracking.mlflow import MlflowRun
 from lightning_perf.tracking.runs import Run
 
 
@@ -211,8 +212,6 @@ def test_a_run_behind_a_server_is_read_from_there(
     whole = {"first": 0, "last": 9, "batches": 10, "timings": {"forward": 5.0}}
     stages = {"train": {"whole_run": whole}}
     summary = {"version": 1, "run": "owl", "status": "finished", "stages": stages}
-    from lightning_perf.tracking.mlflow import MlflowRun
-
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///another.db")
     MlflowRun(mlflow_server, run).upload(tmp_path / "summary.json", "owl/summary.json")
@@ -237,6 +236,71 @@ def written(folder: Path, run: str = "owl", **more: Any) -> Path:
     summary = {"version": 1, "run": run, "status": "finished", "stages": {"train": {}}, **more}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
+
+
+def measured(run: str, seconds: float) -> str:
+    """A summary with the time per batch."""
+    windows = {
+        "whole_run": {"first": 0, "last": 9, "batches": 10, "timings": {"forward": 10 * seconds}}
+    }
+    return json.dumps(
+        {"version": 1, "run": run, "status": "finished", "stages": {"train": windows}}
+    )
+
+
+def test_files_that_the_user_adds_in_mlflow_do_not_replace_the_summary(
+    mlflow_database: str, in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A baseline's summary and another tool's file of that name, also after the run is renamed."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("added"), run_name="change").info.run_id
+    client.set_terminated(run)  # `watch` waits for the end
+    file = in_tmp / "summary.json"
+
+    def add(content: str, folder: str | None) -> None:
+        file.write_text(content)
+        client.log_artifact(run, str(file), folder)
+
+    def shown(name: str) -> bool:
+        outputs = [
+            call(capsys, command, name, "--tracking-uri", mlflow_database)[1]
+            for command in ("report", "watch")
+        ]
+        return ["20.0 ms" in outputs[0], "forward 100%" in outputs[1]] == [True, True]
+
+    add(measured("other", 0.5), "other")
+    assert not shown("change")  # we have uploaded none
+    file.write_text(measured("change", 0.02))
+    MlflowRun(mlflow_database, run).upload(file, "change/summary.json")
+    add(measured("main-1", 0.5), "main-1")
+    add('{"rouge": 1}', "metrics")
+    add('{"rouge": 1}', None)
+    add(measured("main-1", 0.5), "change/main-1")
+    assert shown("change")
+    client.update_run(run, name="renamed")
+    assert shown("renamed")
+    client.delete_tag(run, "lightning_perf.summary")
+    assert not shown("renamed")
+
+
+def test_files_that_the_user_adds_to_a_folder_do_not_replace_the_summary(
+    in_tmp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A baseline's summary in the run's folder, and another tool's file in the current one."""
+    folder = written(in_tmp / "runs" / "change", "change")
+    (folder / "summary.json").rename(folder / "summary-2.json")  # the user's file was first
+    (folder / "summary.json").write_text('{"rouge": 1}')
+    (folder / "summary-1.json").write_text(measured("main-1", 0.5))
+    written(folder / "main-1", "main-1")
+    (in_tmp / "summary.json").write_text('{"rouge": 1}')
+    os.utime(folder / "summary-2.json", (1e9, 1e9))
+    for what in ("change", "./runs/change"):
+        assert call(capsys, "report", what)[1].startswith("change (runs/change/summary-2.json)")
+    assert " change finished" in call(capsys, "watch", "change")[1]
+    for path in folder.glob("main-1/*"):
+        os.utime(path, (1e8, 1e8))
+    assert call(capsys, "report", ".")[1].startswith("change (")
+    assert " change finished" in call(capsys, "watch")[1]
 
 
 @pytest.mark.slow

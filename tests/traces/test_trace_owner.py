@@ -1,11 +1,13 @@
 """Run folders: one per run, also for runs of the same name."""
 
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
 
 from lightning_perf.core.progress import Ranks
+from lightning_perf.files import limited
 from lightning_perf.traces.writer import MARKER, RunFolder, distinct_name
 
 FOLDER = "{run_name}/torch_traces"
@@ -60,20 +62,11 @@ def test_a_run_id_is_recognised():
     assert distinct_name("a name drawn for this run", "a name drawn for this run").endswith("run")
 
 
-def test_a_marker_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
-    """On a full disk, no rank waits for an empty marker."""
-    opened = Path.open
-
-    def full(path, mode="r", **options):
-        if path.name == MARKER and mode == "x":
-            opened(path, mode, **options).close()
-            raise OSError(28, "No space left on device")
-        return opened(path, mode, **options)
-
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(OSError, match="No space"):
+def test_a_marker_that_cannot_be_written_is_removed(tmp_path):
+    """On a full disk, there is neither an empty marker nor a part of one."""
+    with limited(2), pytest.raises(OSError, match="too large"):
         claimed(tmp_path, "ours")
-    assert not (tmp_path / "owl-7" / MARKER).exists()
+    assert list((tmp_path / "owl-7").iterdir()) == []
 
 
 def test_runs_of_one_name_get_different_folders(tmp_path):
@@ -120,12 +113,39 @@ def test_a_folder_without_a_marker_is_claimed(tmp_path):
     assert (tmp_path / "owl-7" / MARKER).read_text() == "ours"
 
 
-def test_an_empty_marker_of_a_killed_run_counts_as_another_run(tmp_path):
-    """A rank waits for the marker's content for a bounded time."""
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        Path.touch,
+        Path.mkdir,
+        os.mkfifo,
+        lambda marker: marker.symlink_to("/dev/null"),
+        lambda marker: marker.symlink_to("nowhere"),
+    ],
+    ids=["empty", "folder", "pipe", "device", "dangling link"],
+)
+def test_an_unusable_marker_belongs_to_another_run(tmp_path, prepare, monkeypatch):
+    """The run takes its other name at once: this is the training thread."""
     (tmp_path / "owl-7").mkdir()
-    (tmp_path / "owl-7" / MARKER).touch()
-    folder = RunFolder(tmp_path, FOLDER, Ranks(), "owl-7", "ours", patience=0.0)
-    assert folder.claim() == tmp_path / distinct("ours")
+    prepare(tmp_path / "owl-7" / MARKER)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr("threading.Event.wait", lambda *args: pytest.fail("it waits"))
+    assert claimed(tmp_path, "ours") == distinct("ours")
+    assert len(list((tmp_path / "owl-7").iterdir())) == 1
+
+
+def test_a_marker_has_its_content_from_the_first_moment(tmp_path, monkeypatch):
+    """A run that is killed meanwhile leaves no empty marker."""
+    seen = []
+    link = os.link
+
+    def watched(source, target):
+        seen.append((os.path.lexists(tmp_path / "owl-7" / MARKER), Path(source).read_text()))
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", watched)
+    assert claimed(tmp_path, "ours") == "owl-7/torch_traces"
+    assert seen == [(False, "ours")]
 
 
 def race(root: Path, identity: str, barrier, results) -> None:

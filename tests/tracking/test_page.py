@@ -101,6 +101,15 @@ def test_late_ranks_are_a_table() -> None:
     assert "<td>latest of 4 from 4 on</td><td>500 ms</td>" in page
 
 
+def test_links_need_no_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be deleted during the run."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    page = report_page(summary(report="owl/report.html", traces=["owl/viztracer/a b.json"]))
+    assert 'viztracer/a%20b.json"' in page
+
+
 def test_names_cannot_leave_their_place() -> None:
     """No text becomes a tag, and no name of a file an address elsewhere."""
     verdict = {"code": EVIL, "severity": EVIL, "advice": EVIL, "culprit": EVIL, "phase": None,
