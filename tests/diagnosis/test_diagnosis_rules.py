@@ -720,7 +720,7 @@ def test_a_gradual_slowdown_is_counted_from_its_start() -> None:
         # 1.34 times loading, 1.17 forward, 1.23 backward.
         (1.23, {"forward": 1.17, "backward": 1.23, "optimizer_step": 1.34}, 1.23, "info", None),
         (1.6, {"forward": 1.6, "backward": 1.6, "optimizer_step": 1.6}, 1.6, "critical", None),
-        # A thread holds Python's lock, or other programs the CPU: the CPU time is as before.
+        # Another thread holds Python's lock: the CPU time is as before.
         (1.3, {"forward": 1.3, "backward": 1.3, "optimizer_step": 1.3}, 1.0, "warning", "back"),
         # Only forward became slower.
         (1.25, {"forward": 1.75}, 1.25, "warning", "forw"),
