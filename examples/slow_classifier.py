@@ -3,8 +3,8 @@
 The story in ``docs/why_slow.md``: train it, read the verdict, change something, compare::
 
     python examples/slow_classifier.py
-    python examples/slow_classifier.py --num-workers 2
-    lightning-perf compare runs/workers-2-version_0 runs/workers-0-version_0
+    python examples/slow_classifier.py --num-workers 1
+    lightning-perf compare runs/workers-1-version_0 runs/workers-0-version_0
 
 ``--batched`` enlarges and rotates whole batches instead. No download: the images are scikit-learn's
 digits.

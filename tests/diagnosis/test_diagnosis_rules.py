@@ -714,20 +714,44 @@ def test_a_gradual_slowdown_is_counted_from_its_start() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "grown", "running", "severity", "phase"),
+    ("ratio", "grown", "awake", "severity", "phase"),
     [
         # In a run alone on a virtual machine, the same work took up to 1.29 times as long later:
         # 1.34 times loading, 1.17 forward, 1.23 backward.
-        (1.23, {"forward": 1.17, "backward": 1.23, "optimizer_step": 1.34}, 1.23, "info", None),
-        (1.6, {"forward": 1.6, "backward": 1.6, "optimizer_step": 1.6}, 1.6, "critical", None),
-        # A thread holds Python's lock, or other programs the CPU: the CPU time is as before.
-        (1.3, {"forward": 1.3, "backward": 1.3, "optimizer_step": 1.3}, 1.0, "warning", "back"),
+        (
+            1.23,
+            {"forward": 1.17, "backward": 1.23, "optimizer_step": 1.34},
+            (1.23, 0.0),
+            "info",
+            None,
+        ),
+        # Beside another program, half of the growth was waiting for a CPU.
+        (1.2, {"forward": 1.2, "backward": 1.2, "optimizer_step": 1.2}, (1.08, 0.08), "info", None),
+        (
+            1.6,
+            {"forward": 1.6, "backward": 1.6, "optimizer_step": 1.6},
+            (1.6, 0.0),
+            "critical",
+            None,
+        ),
+        # Another thread holds Python's lock: the CPU time is as before.
+        (
+            1.3,
+            {"forward": 1.3, "backward": 1.3, "optimizer_step": 1.3},
+            (1.0, 0.0),
+            "warning",
+            "back",
+        ),
         # Only forward became slower.
-        (1.25, {"forward": 1.75}, 1.25, "warning", "forw"),
+        (1.25, {"forward": 1.75}, (1.25, 0.0), "warning", "forw"),
     ],
 )
 def test_a_slower_cpu_is_no_warning_if_cpus_vary_as_much(
-    ratio: float, grown: dict[str, float], running: float, severity: str, phase: str | None
+    ratio: float,
+    grown: dict[str, float],
+    awake: tuple[float, float],
+    severity: str,
+    phase: str | None,
 ) -> None:
     """The speed of a virtual machine's CPUs depends on its neighbours."""
     usual = {"forward": 0.005, "backward": 0.008, "optimizer_step": 0.002}
@@ -735,7 +759,10 @@ def test_a_slower_cpu_is_no_warning_if_cpus_vary_as_much(
     step = 0.015
     signals = signals_of(
         {name: [usual[name]] * 6 + [later[name]] * 6 for name in usual},
-        named={RUNNING: [(10 * step, 1)] * 6 + [(10 * step * running, 1)] * 6},
+        named={
+            RUNNING: [(10 * step, 1)] * 6 + [(10 * step * awake[0], 1)] * 6,
+            WAITING: [(0.0, 1)] * 6 + [(10 * step * awake[1], 1)] * 6,
+        },
         steps=np.repeat([step, ratio * step], STEPS // 2),
     )  # fmt: skip
     found = next(each for each in diagnose(signals).verdicts if each.code == "slowdown")

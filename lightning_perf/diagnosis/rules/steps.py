@@ -230,8 +230,8 @@ def slowdown(signals: Signals, ratio: float, sustained: int, varies: float) -> I
     look = "Look for state that grows, for throttling, and for other programs on the machine."
     if slower_cpu:
         look = (
-            "All its parts take longer alike, and use more CPU time: the CPU is slower (its clock, "
-            "heat, other virtual machines on its cores), or the items are larger."
+            "All its parts take longer alike, and need a CPU for longer: it is slower (its clock, "
+            "heat, other programs or virtual machines), or the items are larger."
         )
     advice = (
         f"From batch {batch} on, a batch takes {duration(after)} instead of "
@@ -248,13 +248,15 @@ def slowdown(signals: Signals, ratio: float, sustained: int, varies: float) -> I
 
 
 def _is_slower_cpu(signals: Signals, grown: Mapping[str, float], window: int) -> bool:
-    """Whether all parts of a batch grew alike, and so did the training thread's CPU time."""
+    """Whether all parts of a batch grew alike, while the thread ran or waited for a CPU."""
     usual = {name: signals.per_batch(signals.category(name)) for name in grown}
     total = sum(grown.values())
     parts = [name for name in grown if usual[name] >= _PART * sum(usual.values())]
+    if RUNNING not in signals.actions:
+        return False
+    awake = signals.actions[RUNNING].seconds + signals.waiting
     return (
-        RUNNING in signals.actions
-        and _growth(signals, signals.actions[RUNNING].seconds, window) >= 0.5 * total
+        _growth(signals, awake, window) >= 0.5 * total
         and len(parts) > 1
         and all(grown[n] / usual[n] >= 0.5 * total / sum(usual.values()) for n in parts)
     )
