@@ -23,6 +23,8 @@ _ALIKE = 0.05
 _FEWEST_BLOCKS = 3
 #: Blocks of steps in which a change point is searched, and minimum steps per block.
 _MOST_MEDIANS, FEWEST_STEPS = 200, 5
+#: Stalls below this part of the usual one are another thing.
+_SMALL = 0.2
 #: Standard deviations of a normal distribution: of a probability of 0.001 on one side, and of 0.95
 #: on both.
 _SURE, _CONFIDENCE = 3.09, 1.96
@@ -192,7 +194,7 @@ class Stalls(NamedTuple):
 def stalls(values: Numbers) -> Stalls:
     """Values above the median by more than 8 times the median deviation, and by half of it.
 
-    NaN are left out.
+    Those that are small beside the others are left out, and NaN.
 
     Example:
         >>> values = np.where(np.arange(100) % 20 == 7, 5.0, 1.0)
@@ -206,10 +208,13 @@ def stalls(values: Numbers) -> Stalls:
     values = values[known]
     median = np.median(values)
     limit = median + max(8 * np.median(np.abs(values - median)), median / 2)
-    index = np.flatnonzero(values > limit)
+    excess = np.where(values > limit, values - median, 0.0)
+    # The mean of the lost time: a second is mostly part of a stall of this size.
+    usual_excess = (excess**2).sum() / max(excess.sum(), 1e-12)
+    index = np.flatnonzero(excess > _SMALL * usual_excess)
     gaps = np.diff(index)
     usual = np.median(gaps) if len(gaps) >= 2 else 0
     # Adjacent stalls are bursts, not a period.
     regular = usual > 1 and np.median(np.abs(gaps - usual)) <= 0.2 * usual
     period = float(np.median(np.diff(known[index]))) if regular else None
-    return Stalls(known[index], values[index] - median, period)
+    return Stalls(known[index], excess[index], period)

@@ -1123,6 +1123,16 @@ def test_a_cause_goes_with_its_waiting_for_a_cpu() -> None:
     assert sum(each.share for each in found.values()) <= 1 + 1e-9
 
 
+def test_one_long_batch_is_no_mean_of_itself_and_small_ones() -> None:
+    """It may not come again: a stall needs three."""
+    slow, at = steps(90, extra=6.0), 90 // BATCHES
+    slow[[33, 70, 101]] += 0.03
+    usual = np.broadcast_to(FINE["forward"], WINDOWS).tolist()
+    usual[at] += 6.0 / BATCHES
+    verdicts = diagnose(signals_of({**FINE, "forward": usual}, steps=slow)).verdicts
+    assert "periodic-stall" not in {each.code for each in verdicts}
+
+
 @pytest.mark.parametrize(("seconds", "named"), [(0.004, False), (0.025, True)])
 def test_a_slow_optimizer_is_named(seconds: float, named: bool) -> None:
     """It has no rule of its own, and the model's own work may hide it."""

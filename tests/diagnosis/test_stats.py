@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as oracle
 
-from lightning_perf.diagnosis.stats import change_point, trend
+from lightning_perf.diagnosis.stats import change_point, stalls, trend
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -51,3 +51,17 @@ def test_a_change_is_found_if_the_test_of_mann_and_whitney_says_so(digits: int) 
         assert point.before == np.median(early)
     assert any(found[:10])
     assert not all(found)
+
+
+def test_small_stalls_do_not_hide_large_ones() -> None:
+    """Stalls of 0.6 s each 50 batches keep their size and period beside some of 8 ms."""
+    values = np.full(1000, 0.012)
+    values[[7, 130, 131, 444, 790]] = 0.020
+    values[49::50] = 0.612
+    found = stalls(values)
+    assert found.positions.tolist() == [*range(49, 1000, 50)]
+    assert found.period == 50
+    assert found.excess == pytest.approx(0.6)
+    values[:] = np.where(values > 0.1, 0.012, values)
+    values[600] = 6.0
+    assert stalls(values).positions.tolist() == [600]
