@@ -46,7 +46,7 @@ _SERVERS = ("mlflow-artifacts", "http", "https", "dbfs", "databricks")
 #: The tag that MLflow shows as the description of a run.
 _DESCRIPTION = "mlflow.note.content"
 #: The tag with the path of the summary among the artifacts: others may have files of this name.
-SUMMARY_TAG = "lightning_perf.summary"
+SUMMARY_TAG = "lightning_perf_summary"
 #: MLflow's status by that of a summary, if the run has ended.
 _ENDS = {"finished": "FINISHED", "stopped by an exception": "FAILED"}
 

@@ -279,7 +279,7 @@ def test_files_that_the_user_adds_in_mlflow_do_not_replace_the_summary(
     assert shown("change")
     client.update_run(run, name="renamed")
     assert shown("renamed")
-    client.delete_tag(run, "lightning_perf.summary")
+    client.delete_tag(run, "lightning_perf_summary")
     assert not shown("renamed")
 
 

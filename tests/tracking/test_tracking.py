@@ -237,7 +237,7 @@ def test_a_report_has_no_password_of_an_artifact_store() -> None:
         run_id="1", run_name="owl", artifact_uri="ftp://bob:hunt/er2@host/1/artifacts",
         status="FINISHED", experiment_id="1",
     )  # fmt: skip
-    run = SimpleNamespace(info=info, data=SimpleNamespace(metrics={}, params={}))
+    run = SimpleNamespace(info=info, data=SimpleNamespace(metrics={}, params={}, tags={}))
     entry = SimpleNamespace(path="a.json.gz", is_dir=False)
     client: Any = SimpleNamespace(
         list_artifacts=lambda *_: [entry], tracking_uri="sqlite:///mlflow.db"
