@@ -116,13 +116,13 @@ def test_the_report_in_a_terminal(browser: Any, run: tuple[str, str, Path], tmp_
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     shown, _, _ = done.stdout.partition("validation-bound")
     console = Console(record=True, width=COLUMNS, file=StringIO())
-    console.print(Text.from_ansi(shown.rstrip()))
+    console.print(Text.from_ansi(shown.replace(f" ({folder})", "").rstrip()))
     page = tmp_path / "terminal.html"
     page.write_text(console.export_html(theme=MONOKAI, inline_styles=True))
     browser.get(page.as_uri())
-    text = shows(browser, "MFU", "input-bound", "faster without it")
+    text = shows(browser, "MFU", "input-bound", "CPUs in use")
     height = browser.execute_script("return document.querySelector('pre').scrollHeight")
-    picture(browser, "demo", bottom=height + 16, right=COLUMNS * 8 + 24)
+    picture(browser, "demo", bottom=height + 16, right=COLUMNS * 10)
     assert "prepare the data" in text
 
 
