@@ -163,7 +163,9 @@ def read(folder: Path) -> Golden:
         points = of.get("mlflow_metric", [])
         found["mlflow_artifacts"] = [unnamed(path, ranks) for path in each["artifacts"]]
         found["mlflow_metrics"] = described((p["key"], p["step"], p["value"]) for p in points)
-        found["mlflow_params"] = each["params"]
+        params = json.loads(each["params"]["lightning_perf"])
+        machine = {"version": "", "device": ""}
+        found["mlflow_params"] = each["params"] | {"lightning_perf": json.dumps(params | machine)}
         theirs = re.compile(r"mlflow\.(source|user)")
         found["mlflow_tags"] = [tag for tag in each["tags"] if not theirs.match(tag)]
     return {section: tidy(content) for section, content in sorted(found.items())}

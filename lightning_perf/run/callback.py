@@ -218,7 +218,7 @@ class PerfCallback(Callback):
         """The constructor's arguments that are not their defaults, by the class's name."""
         arguments = inspect.signature(type(self)).parameters.items()
         values = [(key, getattr(self, key, x.default), x.default) for key, x in arguments]
-        given = {key: value for key, value, default in values if value is not default}
+        given = {key: value for key, value, default in values if value != default}
         return {type(self).__name__: {key: _readable(value) for key, value in given.items()}}
 
     def state_dict(self) -> dict[str, Any]:

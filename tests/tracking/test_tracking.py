@@ -319,7 +319,9 @@ class Strange(BaseHTTPRequestHandler):
         elif "runs/search" in self.path or "runs/get" in self.path:
             place = f"mlflow-artifacts:/0/{'a' * 32}/artifacts"
             info = {"run_id": "a" * 32, "status": "RUNNING", "start_time": 1, "artifact_uri": place}
-            self._answer({"runs": [{"info": info}], "run": {"info": info}})
+            tags = [{"key": "lightning_perf_summary", "value": "summary.json"}]
+            run = {"info": info, "data": {"tags": tags}}
+            self._answer({"runs": [run], "run": run})
         elif "path=" in self.path or self.path.endswith("artifacts"):
             name = "summary.json" if self.mode in ("large", "drops") else "folder"
             entries = [{"path": name, "is_dir": name == "folder", "file_size": 3}] * 2
