@@ -312,6 +312,8 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
     """The last report of a run that has not ended or was killed, from its metrics."""
     metrics, run_id = run.data.metrics, run.info.run_id
     rates = {rate: key for rate, (*_, key) in RATES.items() if key in metrics}
+    if "mfu" not in rates and (key := "throughput/device/mfu") in metrics:  # without Flops
+        rates["mfu"] = key
     times = {name: key for name in CATEGORIES if (key := f"timings/{name}") in metrics}
     windows = {}
     for key in [*rates.values(), *times.values()][:1]:

@@ -95,6 +95,17 @@ def test_a_run_without_a_summary_is_read_from_its_metrics(
     ]
 
 
+def test_mfu_of_a_run_without_a_summary_may_be_that_of_speed_monitor(
+    mlflow_database: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without `Flops` its key is the only one of MFU."""
+    client = MlflowClient(mlflow_database)
+    run = client.create_run(client.create_experiment("monitored")).info.run_id
+    client.log_metric(run, "throughput/device/mfu", 0.25, step=9)
+    _, lines, _ = report(capsys, run, "--tracking_uri", mlflow_database)
+    assert any("MFU" in line and "25%" in line for line in lines)
+
+
 def test_database_options_are_not_part_of_its_path(
     mlflow_database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
