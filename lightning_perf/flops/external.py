@@ -235,7 +235,8 @@ class Wrapped:
         for address, formula in EXTERNAL.items():
             with suppress(Exception):  # of another version of the package
                 self._wrap(address, formula)
-        self._places, self._known = _PLACES.of(self._functions), {*sys.modules}
+        self._places = _PLACES.of(self._functions)
+        self._known = {*sys.modules} if self._functions else set()
         for space, name in self._places:
             ours = self._functions.get(id(space.get(name)))
             if ours is not None and space.get(name) is ours.original:
@@ -288,7 +289,7 @@ class Wrapped:
             with suppress(Exception):
                 if vars(owner).get(name) is ours:  # nobody has replaced it since
                     setattr(owner, name, original)
-        late = sys.modules.keys() - self._known if self._functions else set()
+        late = sys.modules.keys() - self._known if self._known else ()
         for space, name in [*self._places, *_names_in(late)]:
             value = space.get(name)
             if type(value) is _Counted and value is self._functions.get(id(value.original)):

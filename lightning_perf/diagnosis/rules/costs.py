@@ -70,12 +70,10 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         waits = np.maximum(waits - excess, 0.0)
     wait, loader = signals.per_batch(waits), signals.setup.loader
     workers = None if loader is None else loader.num_workers
-    saves, advice = (
-        None,
-        (
-            f"Each batch is waited for {duration(wait)}. Load batches in the background: "
-            "the training data does not come from a DataLoader."
-        ),
+    saves: float | None = None
+    advice = (
+        f"Each batch is waited for {duration(wait)}. Load batches in the background: "
+        "the training data does not come from a DataLoader."
     )
     if loader is not None:
         advice, saves = _faster_loader(signals, loader, wait, least)
