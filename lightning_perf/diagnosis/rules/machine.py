@@ -8,6 +8,7 @@ import numpy as np
 
 from lightning_perf.diagnosis.rules import Impact, Verdict, without_none
 from lightning_perf.diagnosis.signals import COMPUTE, FULL, WAITING, Signals, Unknown
+from lightning_perf.diagnosis.stats import trend
 from lightning_perf.units import bytes_text, counted, duration
 
 if TYPE_CHECKING:
@@ -68,19 +69,16 @@ def _growth(
     code: str, signals: Signals, times: Numbers, sizes: Numbers, free: float | None, least: Growth
 ) -> Iterable[Verdict]:
     """Memory in bytes that grows to the end, and the bytes left."""
-    from scipy.stats import theilslopes  # robust to a few outliers
-
     if len(sizes) < least.samples:
         count = counted(len(sizes), "sample")
         raise Unknown(f"memory has {count} after the warm-up, and a trend needs {least.samples}")
-    whole, level = theilslopes(sizes, times), float(sizes[0])
-    grown = float(whole.slope) * (times[-1] - times[0])
-    if whole.low_slope <= 0 or grown < max(least.least_bytes, least.share * level):
+    slope, lowest = trend(times, sizes)
+    level, grown = float(sizes[0]), slope * (times[-1] - times[0])
+    if lowest <= 0 or grown < max(least.least_bytes, least.share * level):
         return
     half = len(sizes) // 2
-    later = theilslopes(sizes[half:], times[half:])
-    rate = float(later.slope)
-    if later.low_slope <= 0 or rate < least.continues * whole.slope:
+    rate, lowest = trend(times[half:], sizes[half:])
+    if lowest <= 0 or rate < least.continues * slope:
         return
     per_batch = rate * float(signals.wall.sum()) / max(signals.batches, 1)
     left = None if free is None else free / rate
