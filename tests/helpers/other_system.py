@@ -18,7 +18,7 @@ from typing import Any
 MODULES = ("fcntl", "grp", "memray", "pwd", "resource", "termios")
 _FUNCTIONS = (
     "fork", "forkpty", "geteuid", "getloadavg", "getuid", "killpg", "memfd_create", "mkfifo",
-    "nice", "register_at_fork", "sched_getaffinity", "setsid", "statvfs", "sysconf",
+    "nice", "register_at_fork", "sched_getaffinity", "setsid",
 )  # fmt: skip
 _FLAGS = ("O_NOCTTY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC")
 #: Those of Windows; the number of SIGBREAK is that of a signal that can be handled here.
