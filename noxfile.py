@@ -116,14 +116,39 @@ def audit(session: nox.Session) -> None:
     session.run("pip-audit", "--no-deps", "--requirement", LOCK)
 
 
+#: What old releases of Lightning and MLflow need, and let pip install otherwise.
+OLD = ["setuptools<81", "sqlalchemy<2.1"]
+
+
 @nox.session(python=PYTHONS[0], default=False)
 def minimums(session: nox.Session) -> None:
     """Run the tests with the lowest versions that pyproject.toml allows, on the oldest Python."""
     lowest = Path(session.create_tmp(), "minimums.txt")
     project = PYPROJECT["project"]
     extras = chain.from_iterable(project["optional-dependencies"].values())
-    lowest.write_text("\n".join(_lowest([*project["dependencies"], *extras])))
+    lowest.write_text("\n".join([*_lowest([*project["dependencies"], *extras]), *OLD]))
     _run_tests(session, "-c", str(lowest))
+
+
+@nox.session(default=False)
+def oldest_lightning(session: nox.Session) -> None:
+    """Run the tests with the oldest Lightning, and the newest releases of all else."""
+    lowest = Path(session.create_tmp(), "lightning.txt")
+    bounds = _lowest(PYPROJECT["project"]["dependencies"])
+    lowest.write_text("\n".join([each for each in bounds if each.startswith("lightning")] + OLD))
+    _run_tests(session, "-c", str(lowest), *UPGRADE)
+
+
+@nox.session(default=False)
+def master(session: nox.Session) -> None:
+    """Run the tests with a checkout of Lightning, such as its master, in LIGHTNING_SOURCE."""
+    source = Path(os.environ["LIGHTNING_SOURCE"]).resolve()
+    _install(session, "tests", options=QUICKLY)
+    # Its LightningCLI asks for jsonnet, too. The source is laid over the release: building it
+    # needs files of its repository that a snapshot may not have.
+    session.install(*CONSTRAINTS, *QUICKLY, "jsonargparse[jsonnet,signatures]")
+    env = TEST_ENV | {"PYTHONPATH": str(source / "src")}
+    session.run("pytest", *(session.posargs or ("-n", "2")), env=env)
 
 
 @nox.session(default=False)

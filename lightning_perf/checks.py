@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence, Set
 from fractions import Fraction
 from importlib.util import find_spec
@@ -168,7 +169,9 @@ EXTRAS = {"memray": "memray", "mlflow": "mlflow", "viztracer": "viztracer"}
 
 
 def install_command(package: str) -> str:
-    """The pip command that installs a package."""
+    """The pip command that installs a package; for memray on Windows, the systems that it needs."""
+    if package == "memray" and sys.platform == "win32":
+        return "Linux or macOS"
     extra = EXTRAS.get(package)
     return f"pip install {package}" if extra is None else f'pip install "lightning_perf[{extra}]"'
 

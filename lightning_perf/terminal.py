@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 def say(*lines: object, file: TextIO | None = None, flush: bool = False) -> None:
     """Print lines to stdout or another file."""
-    print(*(printable(str(line)) for line in lines), sep="\n", file=file, flush=flush)
+    encoding = getattr(file or sys.stdout, "encoding", None) or "utf-8"
+    print(*(_shown(str(line), encoding) for line in lines), sep="\n", file=file, flush=flush)
+
+
+def _shown(text: str, encoding: str) -> str:
+    """The text with escapes for controls, and for what the output cannot encode."""
+    return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def new_console(*, soft_wrap: bool = False, stderr: bool = False) -> Console:
@@ -62,10 +68,12 @@ def _kind() -> type[Console]:
             self, renderable: RenderableType, options: ConsoleOptions | None = None
         ) -> Iterable[Segment]:
             # Before it is wrapped: what is shown instead is wider.
-            if isinstance(renderable, Text) and renderable.plain != printable(renderable.plain):
-                renderable = Text(printable(renderable.plain), renderable.style)
+            if isinstance(renderable, Text):
+                plain = _shown(renderable.plain, self.encoding)
+                if renderable.plain != plain:
+                    renderable = Text(plain, renderable.style)
             for part in super().render(renderable, options):
-                text = part.text if part.control else printable(part.text)
+                text = part.text if part.control else _shown(part.text, self.encoding)
                 yield part if text == part.text else Segment(text, part.style)
 
     return EscapingConsole

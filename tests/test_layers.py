@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import sys
+import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 PACKAGE = Path(__file__).parent.parent / "lightning_perf"
 #: From top to bottom. A package may import from packages below it, and from itself.
@@ -68,6 +72,23 @@ def test_imports_point_downward(module: Path) -> None:
         there = parts[1] if len(parts) > 1 else "__init__"
         allowed = there == here or layer(there) > layer(here)
         assert allowed, f"{here} must not import {name}"
+
+
+#: The names to install of packages that are imported under another name.
+DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
+#: Used only if the user has them.
+OF_THE_USER = {"pytorch_lightning"}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A package that another one brings may be gone with its next release."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    needed = [Requirement(each) for each in chain(project["dependencies"], *extras)]
+    declared = {requirement.name for requirement in needed} | {"lightning_perf"}
+    found = {name.partition(".")[0] for module in MODULES for name in imports(module)}
+    ours = found - sys.stdlib_module_names - OF_THE_USER
+    assert {DISTRIBUTIONS.get(name, name) for name in ours} <= declared
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))

@@ -4,7 +4,7 @@ Run it from the repository: ``PYTHONPATH=benchmarks python -m planted --part hel
 ``--record FILE`` keeps what was measured, and ``--replay FILE`` diagnoses it again.
 
 ``--peer VENV/bin/traceml`` trains once per case under TraceML instead (``pip install traceml-ai
-lightning scipy``, in an environment of its own), on one rank. Its verdicts are mapped to our codes
+lightning``, in an environment of its own), on one rank. Its verdicts are mapped to our codes
 twice: strictly, to the code of the same meaning, and generously, to all codes that it may mean.
 """
 
@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import scipy.stats  # noqa: F401 - imported once, before the forks
 import torch
 from planted.faults import COMPOUNDS, FAULTS, RANK_FAULTS, RANK_TRAPS, TRAPS, Fault, Run
 from planted.workloads import HELD_OUT, WORKLOADS

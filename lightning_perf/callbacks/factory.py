@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 if TYPE_CHECKING:
     from lightning_perf.callbacks.suite import EnvironmentSuite
@@ -31,17 +34,16 @@ def callbacks() -> list[Any]:
 
 
 def callbacks_of_pytorch_lightning() -> list[Any]:
-    """The same for the package pytorch_lightning, which pip may install in any version."""
-    if chosen := callbacks():
-        from importlib.metadata import version
-
-        installed = version("pytorch-lightning")
-        # Before 2.6 they raise "Expected a parent" for callbacks of the package lightning.
-        if [int(part) for part in installed.split(".")[:2]] < [2, 6]:
-            _warn_once(
-                f"{_VARIABLE} is ignored: pytorch_lightning is {installed}, not 2.6 or later"
-            )
-            return []
+    """The same for Trainers of the package pytorch_lightning."""
+    chosen, other = callbacks(), sys.modules["pytorch_lightning"]
+    # Before 2.6 its Trainer raises "Expected a parent" for callbacks that are not its own.
+    old = Version(other.__version__) < Version("2.6")
+    if chosen and old and not isinstance(chosen[0], other.Callback):
+        _warn_once(
+            f"{_VARIABLE} is ignored: pytorch_lightning {other.__version__} was imported after "
+            "lightning_perf: import it first, or update it to 2.6."
+        )
+        return []
     return chosen
 
 

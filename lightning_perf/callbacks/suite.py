@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_perf.checks import flag, is_list, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:

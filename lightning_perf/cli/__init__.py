@@ -34,6 +34,7 @@ _COMMANDS = {
 _INSTALLS = {
     "jsonargparse": '"jsonargparse[signatures]"',
     "pynvml": "nvidia-ml-py",
+    "pytorch_lightning": "lightning",
     **dict.fromkeys(("alembic", "sqlalchemy"), "mlflow"),
 }
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import platform
+import signal
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_perf.checks import install_command
+from packaging.version import Version
+
+from lightning_perf.checks import install_command, is_installed
 from lightning_perf.cli import Failure, print_json
 from lightning_perf.errors import ConfigError, without_credentials
+from lightning_perf.schedule.triggers import PROC, USUAL
 from lightning_perf.terminal import new_console
 
 if TYPE_CHECKING:
@@ -21,8 +25,9 @@ if TYPE_CHECKING:
 
 #: Packages, and what the optional ones are for.
 PACKAGES = {
-    **dict.fromkeys(("lightning_perf", "torch", "lightning")),
-    "pytorch-lightning": "Trainers of the package pytorch_lightning",
+    **dict.fromkeys(("lightning_perf", "torch")),
+    "lightning": "Trainers of lightning.pytorch",
+    "pytorch-lightning": "Trainers of pytorch_lightning",
     "mlflow": "metrics, files and reports in MLflow",
     "memray": "Memray",
     "viztracer": "VizTracer",
@@ -51,7 +56,7 @@ def doctor(*, json: bool = False) -> int:
     Args:
         json: Print JSON.
     """
-    findings = [*_packages(), *_hardware(), *_setup()]
+    findings = [*_system(), *_packages(), *_hardware(), *_setup()]
     if json:
         print_json([finding._asdict() for finding in findings])
     else:
@@ -62,15 +67,39 @@ def doctor(*, json: bool = False) -> int:
     return int(any(finding.state == "error" for finding in findings))
 
 
+def _system() -> Iterator[Finding]:
+    yield Finding("python", f"{platform.python_version()} on {platform.system()}")
+    for there, name, instead in (
+        (USUAL == "SIGUSR2", "SIGUSR2", "OnSignal() records after Ctrl+Break"),
+        (hasattr(signal, "SIGURG"), "SIGURG", "no profiler records data loader workers"),
+        (PROC.exists(), str(PROC), "no lightning-perf capture, and no time of waiting for a CPU"),
+        (is_installed("resource"), "resource", "reading a recording may use any amount of memory"),
+    ):
+        if not there:
+            yield Finding(name, f"{instead}, since this system does not have it", "missing")
+
+
 def _packages() -> Iterator[Finding]:
-    yield Finding("python", platform.python_version())
     for name, feature in PACKAGES.items():
         try:
-            yield Finding(name, version(name))
+            installed = version(name)
+            if name == "mlflow" and (problem := _refused_by_sqlalchemy(Version(installed))):
+                yield Finding(name, f"{installed} {problem}", "error")
+            else:
+                yield Finding(name, installed)
         except PackageNotFoundError:
             purpose = f", for {feature}" if feature else ""
             text = f"not installed{purpose}: {install_command(name)}"
             yield Finding(name, text, "missing" if feature else "error")
+
+
+def _refused_by_sqlalchemy(mlflow: Version) -> str | None:
+    """Why a release of MLflow does not import: pip installs these pairs."""
+    if mlflow < Version("3.14") and is_installed("sqlalchemy"):
+        beside = Version(version("sqlalchemy"))
+        if beside >= Version("2.1"):
+            return f'does not import beside SQLAlchemy {beside}: pip install "sqlalchemy<2.1"'
+    return None
 
 
 def _hardware() -> Iterator[Finding]:

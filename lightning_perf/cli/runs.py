@@ -6,6 +6,8 @@ import json as json_format
 import os
 import platform
 import re
+import signal as signals
+import subprocess
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -16,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.errors import ConfigError, without_credentials
-from lightning_perf.files import write_text
-from lightning_perf.schedule.triggers import records_on, signal_number
+from lightning_perf.files import walked, write_text
+from lightning_perf.schedule.triggers import PROC, USUAL, records_on, signal_number
 from lightning_perf.terminal import new_console, say
 from lightning_perf.tracking.summary import (
     RATES,
@@ -58,12 +60,15 @@ def run(command: list[str], *, config: str | None = None) -> int:
         raise Failure("there is no command. Try lightning-perf run python train.py")
     if config is not None and not Path(config).is_file():
         raise Failure(f"there is no file {config}")
-    if which(command[0]) is None:
+    if (program := which(command[0])) is None:
         raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
     environment = os.environ | {"LIGHTNING_PERF": "1"}  # without what imports add
     if config is not None:
         environment["LIGHTNING_PERF"] = selected = str(Path(config).resolve())
         _check_callbacks(config, selected)
+    if sys.platform == "win32":  # exec would return at once there, and lose the exit code
+        signals.signal(signals.SIGINT, signals.SIG_IGN)  # Ctrl-C reaches the training, too
+        return subprocess.call([program, *command[1:]], env=environment)  # noqa: S603  no shell
     return os.execvpe(command[0], command, environment)  # noqa: S606  no shell
 
 
@@ -82,9 +87,7 @@ def _check_callbacks(config: str, selected: str) -> None:
                 raise Failure(f"{config} {error.problem}") from None
 
 
-def capture(
-    pid: int, *, signal: str = "SIGUSR2", children: bool = False, json: bool = False
-) -> int:
+def capture(pid: int, *, signal: str = USUAL, children: bool = False, json: bool = False) -> int:
     """Make a running training record its next batches.
 
     The training needs a profiler with the schedule OnSignal, such as
@@ -96,11 +99,17 @@ def capture(
         children: Also signal its child processes, which are the other ranks with some strategies.
         json: Print JSON.
     """
+    if not PROC.exists():
+        by_hand = f"kill -USR2 {pid}" if USUAL == "SIGUSR2" else "Ctrl+Break in its console"
+        raise Failure(
+            "only Linux tells whether a process records on a signal, which ends it otherwise. If "
+            f"its training has begun with a profiler that has OnSignal(), try {by_hand}", 1,
+        )  # fmt: skip
     try:
         number = signal_number(signal)
         own_process(pid)
     except ConfigError as error:
-        raise Failure(f"--signal {signal} {error.problem}. Try --signal SIGUSR2", 1) from None
+        raise Failure(f"--signal {signal} {error.problem}. Try --signal {USUAL}", 1) from None
     except LookupError as error:
         raise Failure(error, 1) from None
     signalled = []
@@ -126,8 +135,6 @@ def own_process(pid: int) -> int:
     """The id of a process of this user; raises `LookupError` for others."""
     import psutil
 
-    if not Path("/proc/self/fd").exists():
-        raise LookupError("processes can be inspected on Linux only")
     try:
         process = psutil.Process(pid)
     except (psutil.Error, OverflowError, ValueError):
@@ -142,7 +149,7 @@ def _is_own(process: Process) -> bool:
     import psutil
 
     with suppress(psutil.Error):  # it has ended, or may not be inspected
-        return bool(process.uids().real == os.getuid())
+        return bool(process.username() == psutil.Process().username())
     return False
 
 
@@ -157,6 +164,8 @@ def descendants(pid: int) -> list[int]:
     return [child.pid for child in below if _is_own(child)]
 
 
+#: Levels of folders below a process's own in which its run is found.
+_LEVELS = 3
 #: Seconds between reads of a folder, and of MLflow, which takes many requests each time.
 _INTERVAL, _MLFLOW_INTERVAL = 1.0, 10.0
 
@@ -240,13 +249,29 @@ def _file_of(pid: int) -> Path | None:
     """The summary of the latest run of a process and its children; None before the first report."""
     files: list[tuple[bool, float, Path]] = []
     for process in [pid, *descendants(pid)]:
-        with suppress(OSError):  # the process has ended
-            for link in Path(f"/proc/{process}/fd").iterdir():
-                with suppress(OSError):
-                    for file, summary in summaries_in(link.readlink()):
-                        its = summary.get("process", {}).get("pid") == process
+        for folder in _folders_of(process):
+            with suppress(OSError):
+                for file, summary in summaries_in(folder):
+                    its = summary.get("process", {}).get("pid") == process
+                    if its or PROC.exists():
                         files.append((its, file.stat().st_mtime, file))
     return max(files)[-1] if files else None
+
+
+def _folders_of(pid: int) -> Iterator[Path]:
+    """The folders that may be of a process's runs: those that it has open, which Linux tells.
+
+    Elsewhere, those below its working folder.
+    """
+    import psutil
+
+    with suppress(OSError, psutil.Error):  # the process has ended
+        if not PROC.exists():
+            yield from (folder for folder, _ in walked(Path(psutil.Process(pid).cwd()), _LEVELS))
+            return
+        for link in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                yield link.readlink()
 
 
 def _has_ended(pid: int | None, seen: Seen | None) -> bool:

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
 from typing_extensions import override
 
 from lightning_perf.checks import flag, needs
@@ -32,6 +34,8 @@ _OPTIONS = {
     "track_object_lifetimes": False,
 }
 _FORMATS = ("all_allocations", "aggregated_allocations")
+#: The first release whose pages work without a network.
+_PAGES_SINCE = Version("1.19.1")
 #: Captures of child processes that are kept per window.
 _MOST_CHILDREN = 64
 #: The tracker that records.
@@ -152,6 +156,9 @@ class Memray(RecordsChildren):
             raise ConfigError("file_format", form, problem, '"aggregated_allocations"')
         self.check_supported("follow_fork", follow_fork)
         self.flamegraph = flag("flamegraph", flamegraph)
+        if self.flamegraph and Version(version("memray")) < _PAGES_SINCE:
+            problem = f"needs memray {_PAGES_SINCE} or later: earlier pages need a network"
+            raise ConfigError("flamegraph", flamegraph, problem, "False")
         self.native_traces = flag("native_traces", native_traces)
         self.follow_fork, self.summary = flag("follow_fork", follow_fork), flag("summary", summary)
 

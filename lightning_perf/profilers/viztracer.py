@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_perf.checks import flag, needs, whole
+from lightning_perf.files import replace_file
 from lightning_perf.profilers import tools
 from lightning_perf.profilers.base import Recorded, Recording
 from lightning_perf.profilers.processes import Children, Files, RecordsChildren
@@ -101,7 +102,7 @@ def stop(tracer: Any, path: Path) -> None:
         tracer.clear()
         tracer.data, tracer.torch_profile = {}, None
         tracer.log_gc = False  # removes its garbage collection callback
-    raw.replace(path)
+    replace_file(raw, path)
 
 
 def record_child(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_perf.errors import warn
 from lightning_perf.flops.batch import checked_count, counter_for, get_num_samples, get_num_tokens
+from lightning_perf.run.compat import rank_zero_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+try:
+    import lightning.pytorch as pl
+except ModuleNotFoundError as error:
+    if error.name not in ("lightning", "lightning.pytorch"):
+        raise
+    import pytorch_lightning as pl  # type: ignore[no-redef]  # installed alone
+
 from lightning_perf.core.progress import Limits, Ranks
 from lightning_perf.flops import device_name, is_compiled
 from lightning_perf.flops.batch import attributes
@@ -21,6 +28,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+# What works with a Trainer of either package.
+Callback = pl.Callback
+PassThroughProfiler = pl.profilers.PassThroughProfiler
+rank_zero_info = pl.utilities.rank_zero_info
 #: The beginning of the names of Lightning's modules.
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 #: Restart counters of SLURM and torchrun.
@@ -32,10 +43,8 @@ def callback_class() -> type:
 
     The LightningCLI of each package accepts subclasses of its own class only.
     """
-    import lightning.pytorch as pl
-
-    other = getattr(sys.modules.get("pytorch_lightning"), "Callback", None)
-    return pl.Callback if other is None else type("Callback", (pl.Callback, other), {})
+    other = getattr(sys.modules.get("pytorch_lightning"), "Callback", pl.Callback)
+    return pl.Callback if other is pl.Callback else type("Callback", (pl.Callback, other), {})
 
 
 class TrainingLoop:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
 from typing_extensions import override
+
+from lightning_perf.run.compat import Callback
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

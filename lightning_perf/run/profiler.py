@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.profilers import PassThroughProfiler
 from typing_extensions import override
 
 from lightning_perf.patches import MethodPatch, PatchSet
+from lightning_perf.run.compat import PassThroughProfiler
 from lightning_perf.run.spans import SpanRecorder
 from lightning_perf.timing.clock import NOTHING
 from lightning_perf.timing.totals import Totals

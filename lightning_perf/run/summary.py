@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import describe, warn
 from lightning_perf.files import files_below, finite, write_text, written_whole
 from lightning_perf.run import compat, destination
+from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.run import LONG, Run
 from lightning_perf.run.window_log import table
 from lightning_perf.terminal import new_console

@@ -249,12 +249,18 @@ class OnVerdict(Trigger):
             raise ConfigError("codes", self.codes, problem, json.dumps(near))
 
 
+#: What processes have open and handle, on Linux.
+PROC = Path("/proc")
+#: The signal of `OnSignal` by default. Windows has no signal for users, but Ctrl+Break.
+USUAL = "SIGUSR2" if "SIGUSR2" in signal.Signals.__members__ else "SIGBREAK"
 # These end or stop the process, or Lightning uses them to end training.
 _REFUSED = {"SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE"}
 
 
 class OnSignal(Trigger):
     """True after the process receives a signal, as from ``kill -USR2 PID``.
+
+    On Windows, the signal is Ctrl+Break in the training's console, ``SIGBREAK``.
 
     The earlier handler of the signal is still called, and is restored by `close`. A signal during
     a window opens another window after it. SLURM's auto-requeue uses ``SIGUSR1``.
@@ -271,7 +277,7 @@ class OnSignal(Trigger):
         >>> profiler = PyTorch(schedule=OnSignal("SIGUSR2", lasting="5ba"))
     """
 
-    def __init__(self, signal: str = "SIGUSR2", lasting: Time | str = "5ba") -> None:
+    def __init__(self, signal: str = USUAL, lasting: Time | str = "5ba") -> None:
         super().__init__(lasting)
         self.signal = signal
         self._number = signal_number(signal)
@@ -316,7 +322,7 @@ def records_on(pid: int, number: int) -> bool:
     Raises:
         OSError: There is no such process, or it is another user's.
     """
-    place = Path(f"/proc/{pid}")
+    place = PROC / str(pid)
     status = dict(
         line.split(":", 1) for line in (place / "status").read_text().splitlines() if ":" in line
     )
@@ -390,4 +396,4 @@ def signal_number(name: object) -> signal.Signals:
     if isinstance(name, str) and name in known:
         return known[name]
     problem = "is not the name of a signal, or one that ends training"
-    raise ConfigError("signal", name, problem, '"SIGUSR2"')
+    raise ConfigError("signal", name, problem, f'"{USUAL}"')

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_perf.errors import WarningDigest, describe, warn
-from lightning_perf.files import appended, check_own, parsed, read_bytes
+from lightning_perf.files import appended, check_own, parsed, read_bytes, replace_file
 from lightning_perf.traces.names import TakenNames
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def taken_pending(root: Path) -> Iterator[dict[Hashable, PendingUpload]]:
     for path in [root / FILE_NAME, *root.glob(f"{_OPEN}*")]:
         with suppress(FileNotFoundError):
             check_own(path)
-            path.rename(root / f"{_MOVED}{os.urandom(4).hex()}")
+            replace_file(path, root / f"{_MOVED}{os.urandom(4).hex()}")
     lists = sorted(root.glob(f"{_MOVED}*"))  # also of interrupted calls
     for path in lists:
         check_own(path)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -154,17 +155,21 @@ def test_a_wrong_argument_is_named() -> None:
         always_on(show_summary="yes")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("installed", ["2.5.2", "2.6.0"])
+@pytest.mark.parametrize(
+    ("installed", "base", "refused"),
+    [("2.6.0", str, False), ("2.5.2", object, False), ("2.5.2", str, True)],
+)
 def test_a_trainer_that_would_refuse_them_gets_none(
-    installed: str, monkeypatch: pytest.MonkeyPatch
+    installed: str, base: type, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers of pytorch_lightning before 2.6 raise an error for callbacks of lightning."""
     monkeypatch.setenv("LIGHTNING_PERF", "1")
-    monkeypatch.setattr("importlib.metadata.version", lambda package: installed)
-    if installed == "2.6.0":
+    other = SimpleNamespace(__version__=installed, Callback=base)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", other)  # type: ignore[arg-type]
+    if not refused:
         assert len(callbacks_of_pytorch_lightning()) == 1
     else:
-        with pytest.warns(PerfWarning, match=r"ignored: pytorch_lightning is 2\.5\.2"):
+        with pytest.warns(PerfWarning, match=r"ignored: pytorch_lightning 2\.5\.2"):
             assert callbacks_of_pytorch_lightning() == []
 
 

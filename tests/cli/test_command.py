@@ -148,6 +148,23 @@ def test_the_doctor_names_problems(
     assert "secret" not in found["MLflow"][0]
 
 
+def test_the_doctor_names_releases_that_do_not_work_together(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip installs MLflow 2 or 3.1 beside SQLAlchemy 2.1, beside which it does not import."""
+    from lightning_perf.cli import machine
+
+    releases = {"mlflow": "2.22.0", "sqlalchemy": "2.1.9"}
+    monkeypatch.setattr(machine, "PACKAGES", {"mlflow": "reports"})
+    monkeypatch.setattr(machine, "version", releases.__getitem__)
+    problem = 'does not import beside SQLAlchemy 2.1.9: pip install "sqlalchemy<2.1"'
+    assert findings(capsys)[1]["mlflow"] == (f"2.22.0 {problem}", "error")
+    for package, release in (("sqlalchemy", "2.0.43"), ("mlflow", "3.14.0")):
+        monkeypatch.setitem(releases, "sqlalchemy", "2.1.9")
+        monkeypatch.setitem(releases, package, release)
+        assert findings(capsys)[1]["mlflow"][0] == releases["mlflow"]
+
+
 @pytest.mark.parametrize(
     ("args", "code", "why"),
     [

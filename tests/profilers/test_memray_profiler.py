@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 from torch.utils.data import DataLoader
 
-from lightning_perf import Cyclic, Every, Fixed, Memray, PerfWarning
+from lightning_perf import ConfigError, Cyclic, Every, Fixed, Memray, PerfWarning
 
 pytestmark = pytest.mark.slow
 
@@ -424,3 +424,11 @@ def test_writers_for_children_are_made_on_demand(tmp_path: Path) -> None:
     profiler = Counting(schedule="first 2ba", follow_fork=True)
     trainer(tmp_path, profiler, logger=Records()).fit(Small())
     assert made == ["rank{rank}.{batch}.txt", "rank{rank}.{batch}.bin"]
+
+
+def test_flame_graphs_that_need_a_network_are_refused(monkeypatch):
+    """Those of memray before 1.19.1 load scripts from the web."""
+    monkeypatch.setattr("lightning_perf.profilers.memray.version", lambda _: "1.15.0")
+    Memray()
+    with pytest.raises(ConfigError, match=r"flamegraph=True needs memray 1\.19\.1 or later"):
+        Memray(flamegraph=True)
