@@ -22,6 +22,7 @@ from lightning_perf.diagnosis.rules import (
     Verdict,
     costs,
     judge,
+    loading,
     machine,
     ranks,
     steps,
@@ -52,7 +53,7 @@ __all__ = [
 #: When a rank is a straggler, also in `Timings`.
 LATENESS = ranks.Lateness(chronic=0.7, fewest=3, share=0.05, once=0.10, explained=0.8)
 _GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0, continues=0.4, samples=8)
-_WORKERS = costs.Workers(busy=60.0, per_cpu=4, first=0.02, more=0.10, contested=0.17, named=20.0)
+_WORKERS = loading.Workers(busy=60.0, per_cpu=4, first=0.02, more=0.10, contested=0.17, named=20.0)
 _IDLING = machine.Idling(idle=0.3, computing=0.7, waiting=0.05)
 _logger_bound = partial(costs.logger_bound, named=0.8, aim=0.0125, left=4, follows=(0.5, 8.0))
 _periodic_stall = partial(steps.periodic_stall, fewest=3, adjacent=0.8, alike=0.2)
@@ -70,9 +71,9 @@ RULES: tuple[Rule, ...] = (
     FunctionRule("logger-bound", _logger_bound, 0.05),
     FunctionRule("checkpoint-bound", partial(costs.checkpoint_bound, aim=0.025, left=2), 0.05),
     FunctionRule("validation-bound", costs.validation_bound, 0.15),
-    FunctionRule("epoch-restart", costs.epoch_restart, 0.05),
+    FunctionRule("epoch-restart", loading.epoch_restart, 0.05),
     FunctionRule("periodic-stall", _periodic_stall, 0.10),
-    FunctionRule("input-bound", partial(costs.input_bound, least=_WORKERS), 0.10),
+    FunctionRule("input-bound", partial(loading.input_bound, least=_WORKERS), 0.10),
     FunctionRule("sync-bound", machine.sync_bound, 0.10),
     FunctionRule("warmup", partial(steps.warmup, share=0.05, seconds=0.4, ratio=10.0), 0.05),
     FunctionRule("slowdown", _slowdown, 0.10),

@@ -1,38 +1,23 @@
-"""Rules about time outside of the model: data, callbacks, loggers, checkpoints, validation."""
+"""Rules about time outside of the model: transfers, callbacks, loggers, checkpoints, validation."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
-from lightning_perf.diagnosis.signals import (
-    COMPILE,
-    COMPUTE,
-    FETCH,
-    GC,
-    RESTART,
-    RUNNING,
-    STRATEGY,
-)
+from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, STRATEGY
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from lightning_perf.diagnosis.signals import Loader, Setup, Signals
+    from lightning_perf.diagnosis.signals import Setup, Signals
     from lightning_perf.timing.totals import Action
 
-#: The cost of a worker per batch: the transfer to the main process.
-_HANDOVER = 0.5e-3
-#: The speed of CPUs that compute all at once, and if more processes compute than there are CPUs.
-#: Measured on 2 CPUs: a batch of 7.0 ms then took 7.9, and 8.8 ms of loading 10.1 to 10.4 ms; two
-#: workers and a training thread used 85 and 88 % of the CPUs, as batches have an order.
-_ALL_BUSY, _CROWDED = 0.87, 0.74
 #: Categories of the computation of metrics, and of the steps of learning rate schedulers.
 _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
 #: Methods of loggers that Lightning calls at this interval.
@@ -41,196 +26,6 @@ _AT_INTERVALS = (".log_metrics", ".save")
 _LISTED = 5
 #: Lightning's own progress bars, which have a refresh rate.
 _BARS = ("TQDMProgressBar", "RichProgressBar")
-
-
-class Workers(NamedTuple):
-    """When more workers are advised, and how many."""
-
-    #: Percent of the CPUs in use by training from which on loading is CPU work, and no wait for
-    #: disks.
-    busy: float
-    #: Workers per CPU if loading does not need CPUs.
-    per_cpu: int
-    #: The share of a step by which advice shortens it: of the first workers; of more of them, since
-    #: shorter waits may be those for their handover; and of those that share CPUs with threads of
-    #: torch: 8 and 14 % were promised to runs that then were 11 % slower, and 15 % gave 8 %.
-    first: float
-    more: float
-    contested: float
-    #: Percent of the CPUs that other programs use from which on the advice names them, and promises
-    #: a bound.
-    named: float
-
-
-def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
-    """Batches are not ready when training needs them, except stalls of single batches."""
-    stalls, excess = signals.stalls
-    waits = signals.waits
-    if len(stalls.positions) and signals.phase_of(excess) == "dataloader_next":
-        waits = np.maximum(waits - excess, 0.0)
-    wait, loader = signals.per_batch(waits), signals.setup.loader
-    workers = None if loader is None else loader.num_workers
-    saves: float | None = None
-    advice = (
-        f"Each batch is waited for {duration(wait)}. Load batches in the background: "
-        "the training data does not come from a DataLoader."
-    )
-    if loader is not None:
-        advice, saves = _faster_loader(signals, loader, wait, least)
-    evidence = without_none(
-        wait_seconds=wait, step_seconds=signals.step_seconds,
-        cpu_percent=signals.average("system/cpu_util_simple"),
-        iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
-        usable_cpus=signals.setup.cpus,
-    )  # fmt: skip
-    if (signals.foreign or 0.0) > least.named:
-        evidence["foreign_percent"] = signals.foreign or 0.0
-    yield Impact(
-        waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
-        saves=saves, certain=signals.cpus_left if workers else 1.0,
-    )  # fmt: skip
-
-
-def _cpu_seconds(signals: Signals) -> float | None:
-    """CPU seconds of a batch, of training and loading on a node; None if unknown."""
-    setup, used = signals.setup, signals.average("system/process_cpu")
-    if used is not None:
-        return used / 100 * signals.step_seconds
-    if RUNNING not in signals.actions or (setup.loader is not None and setup.loader.num_workers):
-        return None
-    seconds = signals.actions[RUNNING].seconds
-    if setup.device == "cpu":  # torch's other threads compute beside the training thread
-        others = min(setup.threads, setup.cpus) - 1
-        seconds = seconds + others * sum(signals.category(name) for name in COMPUTE)
-    return signals.per_batch(seconds)
-
-
-def _loads_on_cpu(signals: Signals, loader: Loader, wait: float) -> bool:
-    """Whether the training thread itself loads, and mostly computes in this time."""
-    if RUNNING not in signals.actions or loader.num_workers:
-        return False
-    asleep = signals.wall - signals.actions[RUNNING].seconds - signals.waiting
-    return signals.per_batch(asleep) < 0.5 * wait
-
-
-def _speed(setup: Setup, workers: int, free: float) -> float:
-    """The speed of CPUs if so many workers compute beside training on so many free CPUs."""
-    spare = free - workers - _computing(setup)
-    return 1.0 if spare > 0.5 else _ALL_BUSY if spare > -0.5 else _CROWDED
-
-
-def _computing(setup: Setup) -> int:
-    """Threads of training that compute on CPUs."""
-    return min(setup.threads, setup.cpus) if setup.device == "cpu" else 1
-
-
-def _slowed_by_workers(
-    setup: Setup, step: float, rest: float, floor: float, own: float, free: float
-) -> float:
-    """Seconds of a batch if threads of torch wait for the one that shares its CPU with a worker.
-
-    Args:
-        setup: With the threads.
-        step: Seconds of a batch now.
-        rest: Of these, seconds without waiting for it.
-        floor: The fewest seconds with workers.
-        own: CPU seconds of a batch, the loading included.
-        free: CPUs that other programs leave to those that load.
-    """
-    threads = _computing(setup)
-    if threads < 2:
-        return floor
-    if floor > rest + _HANDOVER:  # there are too few CPUs
-        return max(step, floor)
-    if threads < free:
-        return floor
-    # All threads compute for a part of the time, and one for the rest.
-    computing = max(own - (step - rest), 0.0) / rest
-    return floor + (step - rest) * min(max((computing - 1) / (threads - 1), 0.0), 1.0)
-
-
-def _faster_loader(
-    signals: Signals, loader: Loader, wait: float, least: Workers
-) -> tuple[str, float | None]:
-    """DataLoader settings that hide the loading, and the part of the wait that they save."""
-    setup, step = signals.setup, signals.step_seconds
-    rest = max(step - wait, 1e-6)
-    # Workers that start, or that validation waits for, do not load batches of training.
-    apart = signals.per_batch(signals.restarts.seconds + signals.category("validation"))
-    fetch = loader.num_workers * (step - apart) or wait  # of one worker
-    # Workers need CPUs that the model and other programs use, too.
-    foreign, own = signals.foreign or 0.0, _cpu_seconds(signals) or 0.0
-    shared = foreign > least.named
-    busy = (signals.average("system/cpu_util_simple") or 0.0) - foreign
-    needs_cpu = busy >= least.busy or _loads_on_cpu(signals, loader, wait)
-    most = max(setup.cpus if needs_cpu else least.per_cpu * setup.cpus, 1)
-    # What is promised is a bound: a fair scheduler also gives a part of what others use now.
-    on_cpus = own / max(setup.cpus * (1 - foreign / 100), 1e-6)
-    floor = max(rest + _HANDOVER, on_cpus)
-    worthwhile = least.more if loader.num_workers else least.first
-    # Loading that waits for disks needs no CPU.
-    free = setup.cpus * (1 - foreign / 100) if needs_cpu else np.inf
-    slowed = _slowed_by_workers(setup, step, rest, floor, own, free)
-    contested = slowed > floor
-    if contested:
-        # From all to none of the idle CPU time can be used.
-        floor, worthwhile, free = (floor + slowed) / 2, least.contested, np.inf
-
-    def with_workers(count: int) -> float:
-        slower = _speed(setup, loader.num_workers, free) / _speed(setup, count, free)
-        return slower * max(floor, apart + fetch / count)
-
-    # A tenth more than needed: workers do not finish in step.
-    needed = min(max(ceil(1.1 * fetch / max(floor - apart, 1e-6)), 1), most)
-    # Those with a CPU of their own, unless more are faster.
-    workers = int(min(needed, max(free - _computing(setup) + 0.5, 1)))
-    if with_workers(workers) > 1.1 * with_workers(needed):
-        workers = needed
-    # Nothing loads the first batch of an epoch ahead.
-    first = fetch / setup.batches_per_epoch if setup.batches_per_epoch else 0.0
-    faster = with_workers(workers) + (0.0 if loader.num_workers else first)
-    batch = f"a batch of {loader.batch_size}" if loader.batch_size else "a batch"
-    item = f", {duration(fetch / loader.batch_size)} per item" if loader.batch_size else ""
-    # If training waits for the handover only, workers load faster than it asks.
-    worker = "a worker up to " if loader.num_workers else ""
-    measured = (
-        f"Loading {batch} takes {worker}{duration(fetch)}{item}; without waiting, a batch takes "
-        f"{duration(rest)}"
-    )
-    if workers > loader.num_workers and faster < (1 - worthwhile) * step:
-        hides = "hides the loading" if faster <= 1.1 * rest + _HANDOVER else "loads faster"
-        shards = (
-            " The dataset is iterable: it must divide its items among the workers, and one without "
-            "a shard of its own loads nothing."
-        )
-        bound = "at most " if shared else ""
-        beside = f", and other programs use {foreign:.0f}% of them" if shared else ""
-        return (
-            f"{measured}. num_workers={workers} {hides}: {bound}{PROMISE}. {setup.cpus} CPUs are "
-            f"usable{beside}.{shards if loader.iterable and workers > 1 else ''}"
-        ), (step - faster) / wait
-    why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
-    more = "would not help"
-    less = "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
-    if setup.batches_per_epoch == 1:
-        less = "an epoch has one batch, and workers load ahead within an epoch. Use longer epochs"
-    elif floor >= (1 - worthwhile) * step and shared:
-        more = "help for certain only if loading waits, as for a network"
-        less = f"other programs use {foreign:.0f}% of the CPUs. End them first, or {less}"
-    elif contested:
-        more = f"are not advised: they share the {counted(setup.cpus, 'CPU')} with torch's threads"
-    elif on_cpus >= (1 - worthwhile) * step or workers == most:
-        more = f"are not advised, because training uses the {counted(setup.cpus, 'CPU')}"
-        if not needs_cpu and workers == most:
-            more = f"than {most} are not advised, because {least.per_cpu} share a CPU then"
-    none = f" {_no_workers(signals)}." if loader.num_workers else ""
-    return f"{measured} ({why}). More workers {more}: {less}.{none}", None
-
-
-def _no_workers(signals: Signals) -> str:
-    """When loading without workers is faster: how long it may take is not measured with them."""
-    cost = signals.per_batch(signals.waits + signals.restarts.seconds)
-    return f"num_workers=0 is faster if it loads a batch in less than {duration(cost)}"
 
 
 def transfer_bound(signals: Signals) -> Iterable[Impact]:
@@ -250,33 +45,6 @@ def transfer_bound(signals: Signals) -> Iterable[Impact]:
     yield Impact(
         seconds, culprit=hook and hook.name, phase="to_device", evidence=evidence, advice=advice,
         within=None if device is None else {},  # the host may do anything meanwhile
-    )  # fmt: skip
-
-
-def epoch_restart(signals: Signals) -> Iterable[Impact]:
-    """The first fetch of an epoch takes longer than usual, such as with new workers in each."""
-    seconds, epochs = signals.restarts
-    if epochs.sum() < 2:
-        return
-    loader = signals.setup.loader
-    per_epoch = float(seconds.sum() / epochs.sum())
-    advice = f"An epoch begins with {duration(per_epoch)} of waiting"
-    workers = 0 if loader is None else loader.num_workers
-    if signals.setup.reloads:
-        often = "reload it less often (reload_dataloaders_every_n_epochs)"
-        advice += f" for a new DataLoader: {often}."
-    elif loader is not None and workers and not loader.persistent_workers:
-        advice += f" for {workers} new workers: set persistent_workers=True in the DataLoader."
-    else:
-        advice += ". Use longer epochs."
-    if workers:
-        advice += f" {_no_workers(signals)}."
-    slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
-                  key=signals.seconds)  # fmt: skip
-    yield Impact(
-        seconds, float(epochs.sum()), slowest.name, "dataloader_next", advice=advice,
-        whole_run=True,
-        evidence={"epochs": float(epochs.sum()), "seconds_per_epoch": per_epoch},
     )  # fmt: skip
 
 

@@ -1,0 +1,280 @@
+"""Rules about loading data, and what other numbers of DataLoader workers would give."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import ceil, inf
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from lightning_perf.diagnosis.rules import PROMISE, Impact, without_none
+from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING
+from lightning_perf.units import counted, duration
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from lightning_perf.diagnosis.signals import Loader, Setup, Signals
+
+#: The cost of a worker per batch: the transfer to the main process.
+_HANDOVER = 0.5e-3
+#: The speed of CPUs that compute all at once, and if more processes compute than there are CPUs.
+#: Measured on 2 CPUs: a batch of 7.0 ms then took 7.9, and 8.8 ms of loading 10.1 to 10.4 ms; two
+#: workers and a training thread used 85 and 88 % of the CPUs, as batches have an order.
+_ALL_BUSY, _CROWDED = 0.87, 0.74
+_SHARDS = (
+    " The dataset is iterable: it must divide its items among the workers, and one without a shard "
+    "of its own loads nothing."
+)
+
+
+class Workers(NamedTuple):
+    """When more workers are advised, and how many."""
+
+    #: Percent of the CPUs in use by training from which on loading is CPU work, and no wait for
+    #: disks.
+    busy: float
+    #: Workers per CPU if loading does not need CPUs.
+    per_cpu: int
+    #: The share of a step by which advice shortens it: of the first workers; of more of them, since
+    #: shorter waits may be those for their handover; and of those that share CPUs with threads of
+    #: torch: 8 and 14 % were promised to runs that then were 11 % slower, and 15 % gave 8 %.
+    first: float
+    more: float
+    contested: float
+    #: Percent of the CPUs that other programs use from which on the advice names them, and promises
+    #: a bound.
+    named: float
+
+
+def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
+    """Batches are not ready when training needs them, except stalls of single batches."""
+    stalls, excess = signals.stalls
+    waits = signals.waits
+    if len(stalls.positions) and signals.phase_of(excess) == "dataloader_next":
+        waits = np.maximum(waits - excess, 0.0)
+    wait, loader = signals.per_batch(waits), signals.setup.loader
+    saves: float | None = None
+    advice = (
+        f"Each batch is waited for {duration(wait)}. Load batches in the background: "
+        "the training data does not come from a DataLoader."
+    )
+    if loader is not None:
+        loading = _Loading(signals, loader, wait, least)
+        advice, saves = loading.advice(), loading.saves
+    workers = None if loader is None else loader.num_workers
+    evidence = without_none(
+        wait_seconds=wait, step_seconds=signals.step_seconds,
+        cpu_percent=signals.average("system/cpu_util_simple"),
+        iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
+        usable_cpus=signals.setup.cpus,
+    )  # fmt: skip
+    if (signals.foreign or 0.0) > least.named:
+        evidence["foreign_percent"] = signals.foreign or 0.0
+    yield Impact(
+        waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
+        saves=saves, certain=signals.cpus_left if workers else 1.0,
+    )  # fmt: skip
+
+
+class _Loading:
+    """What a batch takes with a number of DataLoader workers. All times are seconds per batch.
+
+    Workers load while training computes, as far as there are CPUs for both.
+    """
+
+    def __init__(self, signals: Signals, loader: Loader, wait: float, limits: Workers) -> None:
+        setup, self._loader, self._wait, self._limits = signals.setup, loader, wait, limits
+        self._setup, self._signals = setup, signals
+        #: The time now, and without waiting for the batch.
+        self.step = signals.step_seconds
+        self.rest = max(self.step - wait, 1e-6)
+        # Workers that start, or that validation waits for, do not load batches of training.
+        self._apart = signals.per_batch(signals.restarts.seconds + signals.category("validation"))
+        #: The time of one worker for a batch.
+        self.fetch = loader.num_workers * (self.step - self._apart) or wait
+        # Workers need CPUs that the model and other programs use, too.
+        self._foreign = signals.foreign or 0.0
+        busy = (signals.average("system/cpu_util_simple") or 0.0) - self._foreign
+        self._needs_cpu = busy >= limits.busy or _loads_on_cpu(signals, loader, wait)
+        # Loading that waits for disks needs no CPU.
+        left = setup.cpus * (1 - self._foreign / 100)
+        self._free = left if self._needs_cpu else inf
+        self._most = max(setup.cpus if self._needs_cpu else limits.per_cpu * setup.cpus, 1)
+        own = _cpu_seconds(signals) or 0.0
+        # What is promised is a bound: a fair scheduler also gives a part of what others use now.
+        self._on_cpus = own / max(left, 1e-6)
+        self._floor = max(self.rest + _HANDOVER, self._on_cpus)
+        self._worthwhile = limits.more if loader.num_workers else limits.first
+        slowed = self._beside_threads(own)
+        #: Whether workers take CPUs from threads of torch.
+        self._contested = slowed > self._floor
+        if self._contested:
+            # From all to none of the idle CPU time can be used.
+            self._floor, self._free = (self._floor + slowed) / 2, inf
+            self._worthwhile = limits.contested
+
+    def _beside_threads(self, own: float) -> float:
+        """The time if threads of torch wait for the one that shares its CPU with a worker.
+
+        ``own`` are the CPU seconds of a batch, the loading included.
+        """
+        threads = _computing(self._setup)
+        if threads < 2:
+            return self._floor
+        if self._floor > self.rest + _HANDOVER:  # there are too few CPUs
+            return max(self.step, self._floor)
+        if threads < self._free:
+            return self._floor
+        # All threads compute for a part of the time, and one for the rest.
+        waited = self.step - self.rest
+        computing = max(own - waited, 0.0) / self.rest
+        return self._floor + waited * min(max((computing - 1) / (threads - 1), 0.0), 1.0)
+
+    def seconds(self, workers: int) -> float:
+        """The time with so many workers."""
+        slower = self._speed(self._loader.num_workers) / self._speed(workers)
+        return slower * max(self._floor, self._apart + self.fetch / workers)
+
+    def _speed(self, workers: int) -> float:
+        """The speed of CPUs if so many workers compute beside training."""
+        spare = self._free - workers - _computing(self._setup)
+        return 1.0 if spare > 0.5 else _ALL_BUSY if spare > -0.5 else _CROWDED
+
+    @cached_property
+    def best(self) -> int:
+        """The number of workers that hides the loading, or is the fastest."""
+        # A tenth more than needed: workers do not finish in step.
+        needed = max(ceil(1.1 * self.fetch / max(self._floor - self._apart, 1e-6)), 1)
+        needed = min(needed, self._most)
+        # Those with a CPU of their own, unless more are faster.
+        alone = int(min(needed, max(self._free - _computing(self._setup) + 0.5, 1)))
+        return needed if self.seconds(alone) > 1.1 * self.seconds(needed) else alone
+
+    @cached_property
+    def saves(self) -> float | None:
+        """The part of the wait that the best number saves; None if it is not worthwhile."""
+        if self.best <= self._loader.num_workers or not self._is_worthwhile(self.advised):
+            return None
+        return (self.step - self.advised) / self._wait
+
+    @property
+    def advised(self) -> float:
+        """The time with the best number of workers."""
+        first = 0.0
+        if not self._loader.num_workers and self._setup.batches_per_epoch:
+            # Nothing loads the first batch of an epoch ahead.
+            first = self.fetch / self._setup.batches_per_epoch
+        return self.seconds(self.best) + first
+
+    def _is_worthwhile(self, seconds: float) -> bool:
+        return seconds < (1 - self._worthwhile) * self.step
+
+    def advice(self) -> str:
+        """The settings to change, with what was measured."""
+        loader, size = self._loader, self._loader.batch_size
+        batch = f"a batch of {size}" if size else "a batch"
+        item = f", {duration(self.fetch / size)} per item" if size else ""
+        # If training waits for the handover only, workers load faster than it asks.
+        worker = "a worker up to " if loader.num_workers else ""
+        measured = (
+            f"Loading {batch} takes {worker}{duration(self.fetch)}{item}; without waiting, a batch "
+            f"takes {duration(self.rest)}"
+        )
+        return f"{measured}{self._no_more() if self.saves is None else self._more()}"
+
+    def _more(self) -> str:
+        faster, cpus = self.advised <= 1.1 * self.rest + _HANDOVER, self._setup.cpus
+        bound = beside = ""
+        if self._foreign > self._limits.named:
+            bound, beside = "at most ", f", and other programs use {self._foreign:.0f}% of them"
+        return (
+            f". num_workers={self.best} {'hides the loading' if faster else 'loads faster'}: "
+            f"{bound}{PROMISE}. {cpus} CPUs are usable{beside}."
+            f"{_SHARDS if self._loader.iterable and self.best > 1 else ''}"
+        )
+
+    def _no_more(self) -> str:
+        workers, cpus = self._loader.num_workers, counted(self._setup.cpus, "CPU")
+        more = "would not help"
+        less = (
+            "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
+        )
+        if self._setup.batches_per_epoch == 1:
+            less = (
+                "an epoch has one batch, and workers load ahead within an epoch. Use longer epochs"
+            )
+        elif self._foreign > self._limits.named and not self._is_worthwhile(self._floor):
+            more = "help for certain only if loading waits, as for a network"
+            less = f"other programs use {self._foreign:.0f}% of the CPUs. End them first, or {less}"
+        elif self._contested:
+            more = f"are not advised: they share the {cpus} with torch's threads"
+        elif not self._is_worthwhile(self._on_cpus) or self.best == self._most:
+            more = f"are not advised, because training uses the {cpus}"
+            if not self._needs_cpu and self.best == self._most:
+                each = self._limits.per_cpu
+                more = f"than {self._most} are not advised, because {each} share a CPU then"
+        none = f" {_without_workers(self._signals)}." if workers else ""
+        why = f"with num_workers={workers} and {self._setup.cpus} usable CPUs"
+        return f" ({why}). More workers {more}: {less}.{none}"
+
+
+def _cpu_seconds(signals: Signals) -> float | None:
+    """CPU seconds of a batch, of training and loading on a node; None if unknown."""
+    setup, used = signals.setup, signals.average("system/process_cpu")
+    if used is not None:
+        return used / 100 * signals.step_seconds
+    if RUNNING not in signals.actions or (setup.loader is not None and setup.loader.num_workers):
+        return None
+    seconds = signals.actions[RUNNING].seconds
+    if setup.device == "cpu":  # torch's other threads compute beside the training thread
+        others = min(setup.threads, setup.cpus) - 1
+        seconds = seconds + others * sum(signals.category(name) for name in COMPUTE)
+    return signals.per_batch(seconds)
+
+
+def _loads_on_cpu(signals: Signals, loader: Loader, wait: float) -> bool:
+    """Whether the training thread itself loads, and mostly computes in this time."""
+    if RUNNING not in signals.actions or loader.num_workers:
+        return False
+    asleep = signals.wall - signals.actions[RUNNING].seconds - signals.waiting
+    return signals.per_batch(asleep) < 0.5 * wait
+
+
+def _computing(setup: Setup) -> int:
+    """Threads of training that compute on CPUs."""
+    return min(setup.threads, setup.cpus) if setup.device == "cpu" else 1
+
+
+def _without_workers(signals: Signals) -> str:
+    """When loading without workers is faster: how long it may take is not measured with them."""
+    cost = signals.per_batch(signals.waits + signals.restarts.seconds)
+    return f"num_workers=0 is faster if it loads a batch in less than {duration(cost)}"
+
+
+def epoch_restart(signals: Signals) -> Iterable[Impact]:
+    """The first fetch of an epoch takes longer than usual, such as with new workers in each."""
+    seconds, epochs = signals.restarts
+    if epochs.sum() < 2:
+        return
+    loader = signals.setup.loader
+    per_epoch = float(seconds.sum() / epochs.sum())
+    advice = f"An epoch begins with {duration(per_epoch)} of waiting"
+    workers = 0 if loader is None else loader.num_workers
+    if signals.setup.reloads:
+        often = "reload it less often (reload_dataloaders_every_n_epochs)"
+        advice += f" for a new DataLoader: {often}."
+    elif loader is not None and workers and not loader.persistent_workers:
+        advice += f" for {workers} new workers: set persistent_workers=True in the DataLoader."
+    else:
+        advice += ". Use longer epochs."
+    if workers:
+        advice += f" {_without_workers(signals)}."
+    slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
+                  key=signals.seconds)  # fmt: skip
+    yield Impact(
+        seconds, float(epochs.sum()), slowest.name, "dataloader_next", advice=advice,
+        whole_run=True,
+        evidence={"epochs": float(epochs.sum()), "seconds_per_epoch": per_epoch},
+    )  # fmt: skip
