@@ -6,23 +6,25 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from enum import Enum
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.data import DataLoader, Dataset
 
+from lightning_perf.flops.batch import attributes, entries, tensors
 from lightning_perf.flops.compat import fake_modes
 from lightning_perf.flops.counter import Counts, FlopCounter
+from lightning_perf.flops.effects import undone
 from lightning_perf.flops.operators import FORMULAS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from torch import nn
 
     Module = TypeVar("Module", bound=nn.Module)
 
@@ -79,6 +81,10 @@ def is_compiled_function(value: object) -> bool:
 
 
 _READABLE = (bool, int, float, str, Enum, torch.device, type(None))
+#: Attributes of a module that are not copied: data, which a step rarely uses; arrays of more bytes,
+#: and containers of more items. And the objects that are looked at for that.
+_DATA = (Dataset, DataLoader)
+_LARGE, _LONG, _MOST_OBJECTS = 1 << 20, 1_000, 50_000
 _SILENT = ("log", "log_dict", "print", "clip_gradients")
 
 
@@ -182,7 +188,8 @@ def count_on_shadow(
     """Count the FLOPs of a step on fake tensors, without computing it.
 
     Parameters, gradients, buffers, random state and compiled code do not change, and no weights are
-    copied. Side effects of the step on objects outside the module do happen. It is called with the
+    copied. What the step does to variables, containers and objects outside of the module that its
+    code names is undone; files that it writes stay. It is called with the
     shadow and a fake batch, in the current grad mode; the backward of the returned loss is counted
     too, except with manual optimization. The counts of each closure that the step gives to an
     optimizer, which runs it once, are appended to ``closures``.
@@ -215,7 +222,12 @@ def _count(
         shadow, fake, copies = _copy(module, batch)
     detach(shadow, wrapped(module) or module, copies, closures)
     # Runs compiled global functions, which cannot be found, without compilation.
-    with torch.compiler.set_stance("force_eager"), mode, FlopCounter() as counter:
+    with (
+        undone(module),
+        torch.compiler.set_stance("force_eager"),
+        mode,
+        FlopCounter() as counter,
+    ):
         loss = step(shadow, fake)
         automatic = getattr(module, "automatic_optimization", True)
         if automatic and isinstance(loss, Tensor) and loss.requires_grad:
@@ -231,6 +243,8 @@ def _copy(module: Any, batch: Any) -> tuple[Any, Any, dict[int, Any]]:
         for name in ("_trainer", "_fabric")
         if (value := vars(part).get(name)) is not None
     }
+    for part in module.modules():
+        copies |= _not_copied(vars(part))
     # From the innermost: wrappers may be nested.
     for wrapper in reversed([part for part in module.modules() if wrapped(part) is not None]):
         copies[id(wrapper)] = deepcopy(wrapped(wrapper), copies)
@@ -241,6 +255,34 @@ def _copy(module: Any, batch: Any) -> tuple[Any, Any, dict[int, Any]]:
             # A batch norm without momentum reads a tensor's value, which a shadow does not have.
             vars(part)["momentum"] = vars(part).get("momentum") or 0.0
     return shadow, fake, copies
+
+
+def _not_copied(own: dict[str, Any]) -> dict[int, Any]:
+    """Data in the attributes of a module that would take long to copy: what replaces it, by id.
+
+    Datasets and the items of long lists stay the same objects, and large arrays refuse changes.
+    """
+    instead: dict[int, Any] = {}
+    waiting, seen = [*own.values()], set[int]()
+    while waiting:
+        value: Any = waiting.pop()
+        kind = type(value)
+        if id(value) in seen or issubclass(kind, Tensor | nn.Module | type):
+            continue
+        seen.add(id(value))
+        if len(seen) > _MOST_OBJECTS:
+            raise ValueError("it holds too many objects to be copied")
+        items = entries(value)
+        if issubclass(kind, _DATA):
+            instead[id(value)] = value
+        elif issubclass(kind, np.ndarray) and value.nbytes > _LARGE:
+            instead[id(value)] = view = value.view()
+            view.flags.writeable = False
+        elif len(items) > _LONG and not any(isinstance(each, Tensor) for _, each in tensors(value)):
+            instead[id(value)] = copy(value)
+        else:
+            waiting += [*(items or attributes(value)).values()]
+    return instead
 
 
 def _uncompile(part: nn.Module, copies: dict[int, Any]) -> None:
