@@ -195,7 +195,7 @@ def _faster_loader(
     worker = "a worker up to " if loader.num_workers else ""
     measured = (
         f"Loading {batch} takes {worker}{duration(fetch)}{item}; without waiting, a batch takes "
-        f"{duration(rest)}"
+        f"{duration(rest)}."
     )
     if workers > loader.num_workers and faster < (1 - worthwhile) * step:
         hides = "hides the loading" if faster <= 1.1 * rest + _HANDOVER else "loads faster"
@@ -206,7 +206,7 @@ def _faster_loader(
         bound = "at most " if shared else ""
         beside = f", and other programs use {foreign:.0f}% of them" if shared else ""
         return (
-            f"{measured}. num_workers={workers} {hides}: {bound}{PROMISE}. {setup.cpus} CPUs are "
+            f"num_workers={workers} {hides}: {bound}{PROMISE}. {measured} {setup.cpus} CPUs are "
             f"usable{beside}.{shards if loader.iterable and workers > 1 else ''}"
         ), (step - faster) / wait
     why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
@@ -224,7 +224,7 @@ def _faster_loader(
         if not needs_cpu and workers == most:
             more = f"than {most} are not advised, because {least.per_cpu} share a CPU then"
     none = f" {_no_workers(signals)}." if loader.num_workers else ""
-    return f"{measured} ({why}). More workers {more}: {less}.{none}", None
+    return f"More workers {more} ({why}): {less}. {measured}{none}", None
 
 
 def _no_workers(signals: Signals) -> str:
