@@ -198,7 +198,7 @@ def watch(run: str | None = None, *, tracking_uri: str | None = None, json: bool
     if seen is None:
         raise Failure("the training ended before its first report", 1)
     if seen.is_running:
-        raise Failure("the training was killed before its run ended", 1)
+        raise Failure("the run was killed before it ended", 1)
     return 0
 
 

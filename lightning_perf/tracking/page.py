@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SENSORS = {
     "cpu_util_simple": ("CPUs in use", "{:.0f}%".format),
     "cpu_iowait": ("CPUs waiting for I/O", "{:.0f}%".format),
-    "process_cpu": ("CPU of this training (100% is one CPU)", "{:.0f}%".format),
+    "process_cpu": ("CPU of this run (100% is one CPU)", "{:.0f}%".format),
     "free_memory": ("free memory", bytes_text),
     "gpu_util": ("GPUs in use", "{:.0f}%".format),
     "ofu": ("tensor cores' peak in use (OFU)", "{:.0f}%".format),

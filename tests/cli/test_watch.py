@@ -191,7 +191,7 @@ def test_a_killed_training_gives_exit_code_1(
     left(tmp_path / "owl", process={"host": platform.node(), "pid": gone.pid})
     code, out, err = call(capsys, "watch", str(tmp_path / "owl"))
     assert (code, out[9:]) == (1, LINE.format("running"))
-    assert err == "lightning-perf watch: the training was killed before its run ended.\n"
+    assert err == "lightning-perf watch: the run was killed before it ended.\n"
 
 
 @pytest.mark.slow
