@@ -17,6 +17,7 @@ from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.run.windows import Signal
 from lightning_perf.schedule import FOREVER, Context, Schedule, Trigger, as_schedule
 from lightning_perf.traces.uploads import NotHere
+from lightning_perf.tracking.notify import post
 from lightning_perf.tracking.tracker import Tracker
 
 __all__ = [
@@ -24,6 +25,6 @@ __all__ = [
     "Names", "NotHere", "PerfWarning", "Profiler", "Ranks", "Recorded", "RecorderBusy", "Recording",
     "Rule", "Run", "Schedule", "Signal", "Signals", "Time", "TimeUnit", "Timestamp", "Tracker",
     "Trigger", "Unknown", "Verdict", "Window", "WindowCallback", "as_schedule", "defaults", "flag",
-    "flop_formula", "needs", "rank_list", "refuse_python_profiler", "refuse_torch_profiler",
+    "flop_formula", "needs", "post", "rank_list", "refuse_python_profiler", "refuse_torch_profiler",
     "stage_list", "times", "whole",
 ]  # fmt: skip

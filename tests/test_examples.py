@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from importlib.util import find_spec
@@ -59,7 +60,16 @@ def test_a_script_trains_and_leaves_its_summary(
 
 def test_every_script_is_run() -> None:
     """A new example needs a test."""
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, "train_gpt", "wandb_tracker"}
+    others = {"fabric_mfu", "train_gpt", "wandb_tracker"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SCRIPTS, *others}
+
+
+def test_fabric(capfd: pytest.CaptureFixture[str]) -> None:
+    """A loop of Fabric shows its MFU twice."""
+    runpy.run_path(str(EXAMPLES / "fabric_mfu.py"), run_name="__main__")
+    shown = re.findall(r"batch (\d+): MFU ([\d.]+)%", capfd.readouterr().out)
+    assert [batch for batch, _ in shown] == ["50", "100"]
+    assert all(0 < float(mfu) < 100 for _, mfu in shown)
 
 
 def test_the_notebook_runs_in_order(in_tmp: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ FOR_AUTHORS = """
 ConfigError Context FOREVER FunctionRule Impact Limits Moment Names NotHere PerfWarning Profiler
 RULES Ranks Recorded RecorderBusy Recording Rule Run Schedule Signal Signals Time TimeUnit Timestamp
 Tracker Trigger Unknown Verdict Window WindowCallback as_schedule defaults flag flop_formula needs
-rank_list refuse_python_profiler refuse_torch_profiler stage_list times whole
+post rank_list refuse_python_profiler refuse_torch_profiler stage_list times whole
 """
 
 

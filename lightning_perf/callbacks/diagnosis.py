@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,15 @@ from lightning_perf import charts
 from lightning_perf.checks import flag
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import Findings, Rule, Verdict, checked_rules, diagnose, reachable
+from lightning_perf.diagnosis.report import headline
 from lightning_perf.errors import ConfigError, describe
 from lightning_perf.profilers.base import OpenRecording
 from lightning_perf.profilers.pytorch import PyTorch
 from lightning_perf.run.collector import Collector
+from lightning_perf.run.termination import hurried
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.schedule import OnVerdict, Schedule, as_schedule
+from lightning_perf.tracking.notify import Notifier
 
 if TYPE_CHECKING:
     from lightning_perf.diagnosis.signals import Signals
@@ -50,6 +53,8 @@ class Diagnosis(WindowCallback):
         terminal: Whether to print the summary of the run at its end, verdicts first.
         capture: Whether the first critical verdict starts a trace of five batches, which the report
             summarizes. A `PyTorch` profiler records the batches that its schedule selects instead.
+        notify: A function that is called with each new critical verdict, a dictionary, on a thread
+            of its own; or the URL of a webhook, to which it is posted as JSON.
 
     Raises:
         ConfigError: If an argument is not valid.
@@ -72,6 +77,7 @@ class Diagnosis(WindowCallback):
         rules: Sequence[Rule] | None = None,
         terminal: bool = True,
         capture: PyTorch | bool | None = None,
+        notify: Callable[[dict[str, Any]], object] | str | None = None,
     ) -> None:
         super().__init__()
         self.schedule = None if schedule is None else as_schedule(schedule)
@@ -90,12 +96,17 @@ class Diagnosis(WindowCallback):
             problem = "is neither a bool nor a PyTorch profiler"
             raise ConfigError("capture", capture, problem, "True")
         self._capture = capture
+        # Not `notify`, which would be logged with the other settings: the URL is a secret.
+        self._notifier = None if notify is None else Notifier(notify)
+        self._run_name = ""
         self._reset()
 
     def _reset(self) -> None:
         #: The verdicts so far, the most costly first.
         self.verdicts: list[Verdict] = []
         self._findings = Findings()
+        # The critical verdicts that were passed on.
+        self._notified: set[tuple[object, ...]] = set()
         # What the summary has at the end besides.
         self._sections: dict[str, object] = {}
         # Collects the measurements of this run; and those of the latest diagnosis.
@@ -118,6 +129,7 @@ class Diagnosis(WindowCallback):
     @override
     def prepare(self, context: Run) -> None:
         self._reset()
+        self._run_name = context.run_name
         several = context.ranks.world_size > 1
         self.columns = (*type(self).columns, *(("waits/*",) if several else ()))
         super().prepare(context)
@@ -166,7 +178,19 @@ class Diagnosis(WindowCallback):
         self._diagnosed = signals
         self._findings, self.verdicts = findings, list(findings.verdicts)
         self.metrics = findings.metrics
+        if self._notifier is not None:
+            for verdict in findings.verdicts:
+                self._notify(verdict, self._notifier)
         return findings
+
+    def _notify(self, verdict: Verdict, notifier: Notifier) -> None:
+        """Pass a critical verdict on, once."""
+        identity = (verdict.code, verdict.culprit, verdict.rank)
+        if verdict.severity != "critical" or identity in self._notified:
+            return
+        self._notified.add(identity)
+        text = f"{self._run_name}: {headline(verdict)}. {verdict.advice}".strip()
+        notifier({"event": "verdict", "run": self._run_name, "text": text, **verdict.as_dict()})
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -179,6 +203,8 @@ class Diagnosis(WindowCallback):
         self._sections = collector.close(reason)
         if self._sections and self._capture is not None:
             self._sections["capture"] = cache(self._captured)
+        if self._notifier is not None:
+            self._notifier.close(until=hurried)
 
     def _captured(self) -> Mapping[str, object]:
         """The summary of the captured trace, or why there is none."""

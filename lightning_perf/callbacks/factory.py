@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning_perf.callbacks.suite import EnvironmentSuite
     from lightning_perf.run.callback import PerfCallback
 
@@ -23,21 +24,31 @@ def callbacks() -> list[Any]:
     What cannot be used gives one warning, not an error: a variable of the shell must not end a
     training that does not know of it.
     """
-    try:
-        return selected()
-    except Exception as error:
-        from lightning_perf.errors import ConfigError, describe
-
-        why = str(error) if isinstance(error, ConfigError) else f"{_VARIABLE}: {describe(error)}."
-        _warn_once(f"{why} The training continues without lightning_perf.")
-        return []
+    return _without_errors(selected)
 
 
 def callbacks_of_pytorch_lightning() -> list[Any]:
     """The same for Trainers of the package pytorch_lightning."""
-    chosen, other = callbacks(), sys.modules["pytorch_lightning"]
-    # Before 2.6 its Trainer raises "Expected a parent" for callbacks that are not its own.
-    old = Version(other.__version__) < Version("2.6")
+    return _without_errors(_accepted)
+
+
+def _without_errors(select: Callable[[], list[Any]]) -> list[Any]:
+    try:
+        return select()
+    except Exception as error:
+        from lightning_perf.errors import ConfigError, describe
+
+        why = str(error) if isinstance(error, ConfigError) else f"{_VARIABLE}: {describe(error)}."
+        _warn_once(f"{why} The training run continues without lightning_perf.")
+        return []
+
+
+def _accepted() -> list[Any]:
+    """The callbacks that a Trainer of pytorch_lightning accepts."""
+    chosen, other = selected(), sys.modules["pytorch_lightning"]
+    # Before 2.6 its Trainer raises "Expected a parent" for callbacks that are not its own. Builds
+    # of a company may have a version that packaging does not read.
+    old = [int(part) for part in re.findall(r"\d+", other.__version__)[:2]] < [2, 6]
     if chosen and old and not isinstance(chosen[0], other.Callback):
         _warn_once(
             f"{_VARIABLE} is ignored: pytorch_lightning {other.__version__} was imported after "

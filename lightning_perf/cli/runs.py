@@ -198,7 +198,7 @@ def watch(run: str | None = None, *, tracking_uri: str | None = None, json: bool
     if seen is None:
         raise Failure("the training ended before its first report", 1)
     if seen.is_running:
-        raise Failure("the training was killed before its run ended", 1)
+        raise Failure("the run was killed before it ended", 1)
     return 0
 
 
@@ -247,14 +247,18 @@ def _looks(run: str | None, tracking_uri: str | None) -> Iterator[Seen | None]:
 
 def _file_of(pid: int) -> Path | None:
     """The summary of the latest run of a process and its children; None before the first report."""
+    from lightning_perf.system.host import lives
+
     files: list[tuple[bool, float, Path]] = []
     for process in [pid, *descendants(pid)]:
         for folder in _folders_of(process):
             with suppress(OSError):
                 for file, summary in summaries_in(folder):
                     its = summary.get("process", {}).get("pid") == process
-                    if its or PROC.exists():
-                        files.append((its, file.stat().st_mtime, file))
+                    updated = file.stat().st_mtime
+                    # An older file is that of another process, which may have had the same id.
+                    if (its or PROC.exists()) and lives(process, updated):
+                        files.append((its, updated, file))
     return max(files)[-1] if files else None
 
 

@@ -38,7 +38,7 @@ _EVIDENCE = {
     "compile_seconds": "compilation",
     "cpu_percent": "CPUs in use",
     "with_waiting_share": "with its waiting for a CPU",
-    "own_percent": "by this training",
+    "own_percent": "by this run",
     "foreign_percent": "by other programs",
     "iowait_percent": "CPUs waiting for I/O",
     "num_workers": "num_workers",

@@ -200,14 +200,15 @@ class PyTorch(Profiler):
             tools.refuse_python_profiler(self)
         tools.refuse_torch_profiler(self, context)
         first = context.timestamp.batch
+        # A window is one cycle; torch 2.11 warns even so that earlier ones are lost.
+        kept = {"acc_events": True} if "acc_events" in self.tool_options() else {}
         profiler = profile(
             schedule=_phases(first, warmup),
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
             with_flops=self.with_flops,
-            # A window is one cycle; torch 2.11 warns even so that earlier ones are lost.
-            **{"acc_events": True, **torch_options(self.options)},
+            **{**kept, **torch_options(self.options)},
         )
         # Step numbers are batch numbers, so that traces of several ranks match.
         profiler.step_num = first

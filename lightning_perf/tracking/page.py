@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SENSORS = {
     "cpu_util_simple": ("CPUs in use", "{:.0f}%".format),
     "cpu_iowait": ("CPUs waiting for I/O", "{:.0f}%".format),
-    "process_cpu": ("CPU of this training (100% is one CPU)", "{:.0f}%".format),
+    "process_cpu": ("CPU of this run (100% is one CPU)", "{:.0f}%".format),
     "free_memory": ("free memory", bytes_text),
     "gpu_util": ("GPUs in use", "{:.0f}%".format),
     "ofu": ("tensor cores' peak in use (OFU)", "{:.0f}%".format),
@@ -124,12 +124,15 @@ def _system(summary: Summary) -> Iterator[Part]:
     averages: Mapping[str, float] = summary.get("system") or {}
     known += [(label, text(averages[name])) for name, (label, text) in SENSORS.items()
               if name in averages]  # fmt: skip
-    yield Heading("System")
     if figures:
         head, *body = figures
+        yield Heading("Speed")
+        shown = (main_stage(summary)[1].get("whole_run") or {}).get("timings") or {}  # in the chart
+        body = [row for row in body if row[0] not in shown]
         yield Table([cell.replace("\n", ", ") for cell in head], body)
+    yield Heading("System")
     # Costs have a table of their own.
-    yield Table(("", "value"), [row for row in known if row[0] != "costs by name"])
+    yield Table((), [row for row in known if row[0] != "costs by name"])
 
 
 def _captured(capture: Mapping[str, Any]) -> Iterator[Part]:
@@ -140,7 +143,7 @@ def _captured(capture: Mapping[str, Any]) -> Iterator[Part]:
     if not {"events", "seconds", "steps"} <= capture.keys():
         yield f"There is no trace: {capture.get('missing', 'unknown')}."
         return
-    yield Table(("", "value"), list(facts(capture)))
+    yield Table((), list(facts(capture)))
     for title, headings, cells in tables(capture):
         yield Heading(title)
         yield Table(headings, cells)
@@ -248,7 +251,7 @@ def _top(steps: Sequence[int], totals: Numbers) -> tuple[float, str]:
 def costs(table: Sequence[Share]) -> Table:
     """Callbacks and loggers, the most costly first."""
     return Table(
-        ("name", "seconds", "calls", "per call", "share of the run", ""),
+        ("name", "seconds", "calls", "per call", "share of the run"),
         [
             (
                 name,
@@ -256,7 +259,6 @@ def costs(table: Sequence[Share]) -> Table:
                 f"{calls:,}",
                 duration(seconds / calls) if calls else "",
                 f"{share:.1%}",
-                Bar([(min(max(share, 0.0), 1.0), "var(--faint)", f"{share:.1%}")]),
             )
             for name, seconds, calls, share in sorted(folded(table), key=lambda row: -row[1])
         ],

@@ -157,7 +157,13 @@ def test_a_wrong_argument_is_named() -> None:
 
 @pytest.mark.parametrize(
     ("installed", "base", "refused"),
-    [("2.6.0", str, False), ("2.5.2", object, False), ("2.5.2", str, True)],
+    [
+        ("2.6.0", str, False),
+        ("2.5.2", object, False),
+        ("2.5.2", str, True),
+        ("2.6.1-of our company", str, False),
+        ("2.5.2-of our company", str, True),
+    ],
 )
 def test_a_trainer_that_would_refuse_them_gets_none(
     installed: str, base: type, refused: bool, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +177,15 @@ def test_a_trainer_that_would_refuse_them_gets_none(
     else:
         with pytest.warns(PerfWarning, match=r"ignored: pytorch_lightning 2\.5\.2"):
             assert callbacks_of_pytorch_lightning() == []
+        _warn_once.cache_clear()
+
+
+def test_the_entry_point_raises_for_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands in for pytorch_lightning, its Trainer gets a list."""
+    monkeypatch.setenv("LIGHTNING_PERF", "1")
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", SimpleNamespace())  # type: ignore[arg-type]
+    with pytest.warns(PerfWarning, match=r"continues without lightning_perf\."):
+        assert callbacks_of_pytorch_lightning() == []
 
 
 @pytest.mark.parametrize(
@@ -273,7 +288,7 @@ def test_an_invalid_file_is_a_warning_that_names_the_variable(
         runs = [trainer(tmp_path), trainer(tmp_path)]
     (message,) = ours_among(caught)
     assert message.startswith("lightning_perf: LIGHTNING_PERF='perf.yaml' ")
-    assert message.endswith("The training continues without lightning_perf.")
+    assert message.endswith("The training run continues without lightning_perf.")
     assert why in message
     assert "\n" not in message
     assert [ours(run) for run in runs] == [[], []]

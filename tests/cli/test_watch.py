@@ -191,7 +191,7 @@ def test_a_killed_training_gives_exit_code_1(
     left(tmp_path / "owl", process={"host": platform.node(), "pid": gone.pid})
     code, out, err = call(capsys, "watch", str(tmp_path / "owl"))
     assert (code, out[9:]) == (1, LINE.format("running"))
-    assert err == "lightning-perf watch: the training was killed before its run ended.\n"
+    assert err == "lightning-perf watch: the run was killed before it ended.\n"
 
 
 @pytest.mark.slow
@@ -254,17 +254,23 @@ def test_children_of_other_users_are_left_alone() -> None:
 
 
 def test_the_children_of_a_launcher_are_searched(tmp_path: Path) -> None:
-    """As under torchrun, whose workers train, the folder that a child holds open is found."""
+    """As under torchrun, whose workers train, the folder that a child holds open is found.
+
+    What was written before the child started is of another process, which may have had its id.
+    """
     holds = "import os, sys, time; os.open(sys.argv[1], 0); print(flush=True); time.sleep(60)"
     starts = (
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}, sys.argv[1]])"
     )
     folder = left(tmp_path / "owl")
+    os.utime(folder / "summary.json", (1e9, 1e9))
     command = [sys.executable, "-c", starts, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as launcher:
         assert launcher.stdout is not None
         launcher.stdout.readline()
         try:
+            assert runs._file_of(launcher.pid) is None
+            os.utime(folder / "summary.json")
             assert runs._file_of(launcher.pid) == folder / "summary.json"
             assert len(runs.descendants(launcher.pid)) == 1
         finally:

@@ -173,16 +173,18 @@ class _Loading:
 
     def advice(self) -> str:
         """The settings to change, with what was measured."""
+        return self._no_more() if self.saves is None else self._more()
+
+    def _measured(self) -> str:
         loader, size = self._loader, self._loader.batch_size
         batch = f"a batch of {size}" if size else "a batch"
         item = f", {duration(self.fetch / size)} per item" if size else ""
         # If training waits for the handover only, workers load faster than it asks.
         worker = "a worker up to " if loader.num_workers else ""
-        measured = (
+        return (
             f"Loading {batch} takes {worker}{duration(self.fetch)}{item}; without waiting, a batch "
-            f"takes {duration(self.rest)}"
+            f"takes {duration(self.rest)}."
         )
-        return f"{measured}{self._no_more() if self.saves is None else self._more()}"
 
     def _more(self) -> str:
         faster, cpus = self.advised <= 1.1 * self.rest + _HANDOVER, self._setup.cpus
@@ -190,8 +192,8 @@ class _Loading:
         if self._foreign > self._limits.named:
             bound, beside = "at most ", f", and other programs use {self._foreign:.0f}% of them"
         return (
-            f". num_workers={self.best} {'hides the loading' if faster else 'loads faster'}: "
-            f"{bound}{PROMISE}. {cpus} CPUs are usable{beside}."
+            f"num_workers={self.best} {'hides the loading' if faster else 'loads faster'}: "
+            f"{bound}{PROMISE}. {self._measured()} {cpus} CPUs are usable{beside}."
             f"{_SHARDS if self._loader.iterable and self.best > 1 else ''}"
         )
 
@@ -217,7 +219,7 @@ class _Loading:
                 more = f"than {self._most} are not advised, because {each} share a CPU then"
         none = f" {_without_workers(self._signals)}." if workers else ""
         why = f"with num_workers={workers} and {self._setup.cpus} usable CPUs"
-        return f" ({why}). More workers {more}: {less}.{none}"
+        return f"More workers {more} ({why}): {less}. {self._measured()}{none}"
 
 
 def _cpu_seconds(signals: Signals) -> float | None:

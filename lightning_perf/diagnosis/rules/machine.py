@@ -128,7 +128,7 @@ def cpu_saturated(signals: Signals, hidden: float, named: float) -> Iterable[Imp
     # Workers that training waits for are not too many.
     fewer = ["DataLoader workers"] * (workers > 0 and signals.share(signals.waits) < hidden)
     fewer += ["threads (torch.set_num_threads)"] * (setup.threads > 1)
-    elsewhere = "run them elsewhere, or give this training CPUs of its own."
+    elsewhere = "run them elsewhere, or give this run CPUs of its own."
     reduce = f"Use fewer {', or fewer '.join(fewer)}."
     crowded = setup.threads > setup.cpus  # its threads wait for one another
     if foreign is not None and foreign > named:
