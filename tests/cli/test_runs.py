@@ -34,9 +34,10 @@ def _no_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def client(in_tmp: Path) -> MlflowClient:
-    """Of MLflow's default database, in the current folder."""
-    return MlflowClient(f"sqlite:///{in_tmp}/mlflow.db")
+def client(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
+    """Of a database that the environment names: MLflow keeps one open per address."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_tmp}/mlflow.db")
+    return MlflowClient()
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def test_a_thousand_runs_take_few_requests(tmp_path: Path, capsys: Any, monkeypa
 @pytest.mark.slow
 def test_a_real_run_is_shown(client: MlflowClient, tmp_path: Path, capsys: Any) -> None:
     """With what `always_on()` has left in MLflow."""
-    logger = MLFlowLogger("real", "first", f"sqlite:///{Path.cwd()}/mlflow.db")
+    logger = MLFlowLogger("real", "first", os.environ["MLFLOW_TRACKING_URI"])
     trainer(tmp_path, always_on(show_summary=False), logger=logger, max_epochs=3).fit(Small())
     capsys.readouterr()
     found = shown(capsys)["first"]
@@ -225,6 +226,7 @@ def test_runs_of_strangers_are_shown_as_they_are(
     code, out, err = call(capsys, "runs")
     assert (code, err) == (0, "")
     assert "\x1b" not in out
+    print(out)
     assert r"\x1b[2J[red]" in out
     assert out.count("A") < 2000
     page = tmp_path / "runs.html"
