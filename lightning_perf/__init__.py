@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_perf.callbacks.diagnosis import Diagnosis as Diagnosis
+    from lightning_perf.callbacks.export import OpenTelemetry as OpenTelemetry
+    from lightning_perf.callbacks.export import Prometheus as Prometheus
     from lightning_perf.callbacks.flops import Flops as Flops
     from lightning_perf.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from lightning_perf.callbacks.suite import Suite as Suite
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "callbacks.diagnosis": ["Diagnosis"],
+    "callbacks.export": ["OpenTelemetry", "Prometheus"],
     "callbacks.flops": ["Flops"],
     "callbacks.speed_monitor": ["SpeedMonitor"],
     "callbacks.suite": ["Suite", "always_on"],

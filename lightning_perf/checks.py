@@ -165,7 +165,13 @@ def rank_list(field: str, value: Any) -> list[int]:
 
 
 #: The extras of lightning_perf by the packages that they bring.
-EXTRAS = {"memray": "memray", "mlflow": "mlflow", "viztracer": "viztracer"}
+EXTRAS = {
+    "memray": "memray",
+    "mlflow": "mlflow",
+    "opentelemetry.exporter.otlp.proto.http": "otel",
+    "prometheus_client": "prometheus",
+    "viztracer": "viztracer",
+}
 
 
 def install_command(package: str) -> str:

@@ -31,7 +31,19 @@ def is_absent(package: str) -> bool:
 
 #: Packages that only some tests need, and that are missing, as on machines lent for their GPU.
 ABSENT = set(
-    filter(is_absent, ("jsonargparse", "memray", "mlflow", "pandas", "viztracer", "wandb"))
+    filter(
+        is_absent,
+        (
+            "jsonargparse",
+            "memray",
+            "mlflow",
+            "opentelemetry",
+            "pandas",
+            "prometheus_client",
+            "viztracer",
+            "wandb",
+        ),
+    )
 )
 
 

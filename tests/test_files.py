@@ -38,6 +38,7 @@ from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.summary import summarize
 from lightning_perf.traces.uploads import PendingUpload, append_pending
 from lightning_perf.traces.writer import RunFolder
+from lightning_perf.tracking.fleet import in_folder
 from lightning_perf.tracking.runs import folders_of
 from lightning_perf.tracking.summary import SummaryError, read_summary
 
@@ -68,6 +69,7 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
 READERS: dict[str, tuple[str, Callable[[Path], object], tuple[type[Exception], ...]]] = {
     "summary": ("summary.json", read_summary, (SummaryError,)),
     "folders": ("summary.json", lambda path: folders_of(path.parent), ()),
+    "runs": ("summary.json", lambda path: in_folder(path.parent, 0.0), ()),
     "trace": ("rank0.3.json", summarize, (TraceError, OSError)),
     "combine": (
         "rank0.3.json",

@@ -75,7 +75,11 @@ def test_imports_point_downward(module: Path) -> None:
 
 
 #: The names to install of packages that are imported under another name.
-DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
+DISTRIBUTIONS = {
+    "opentelemetry": "opentelemetry-sdk",
+    "pynvml": "nvidia-ml-py",
+    "yaml": "pyyaml",
+}
 #: Used only if the user has them.
 OF_THE_USER = {"pytorch_lightning"}
 

@@ -15,9 +15,10 @@ from lightning_perf import extend
 
 NAMES = """
 All Always AnyOf At ConfigError Cyclic Diagnosis Elapsed Every Fixed Flops GlobalRank HasTag
-LocalRank MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch OnVerdict PerfWarning
-Profiler PyTorch RecorderBusy Schedule SpeedMonitor Stages Suite SystemMetrics Time TimeUnit
-Timestamp Timings Tracker Verdict VizTracer Window WindowCallback always_on
+LocalRank MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch OnVerdict OpenTelemetry
+PerfWarning Profiler Prometheus PyTorch RecorderBusy Schedule SpeedMonitor Stages Suite
+SystemMetrics Time TimeUnit Timestamp Timings Tracker Verdict VizTracer Window WindowCallback
+always_on
 """
 
 
@@ -95,7 +96,10 @@ from pathlib import Path
 from typing import Any
 from importlib.abc import MetaPathFinder
 
-MISSING = {"mlflow", "memray", "viztracer", "pynvml", "psutil", "jsonargparse"}
+MISSING = {
+    "mlflow", "memray", "viztracer", "pynvml", "psutil", "jsonargparse", "opentelemetry",
+    "prometheus_client",
+}
 
 class Missing(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -112,7 +116,7 @@ suite = always_on()
 profiler = PyTorch(schedule="first 1ba")
 trainer(sys.argv[1], suite, profiler, log_every_n_steps=4).fit(Small())
 assert suite.parts[1].metrics["mfu"] > 0
-for name in ("Memray", "VizTracer"):
+for name in ("Memray", "OpenTelemetry", "Prometheus", "VizTracer"):
     try:
         getattr(lightning_perf, name)()
     except ModuleNotFoundError as error:
@@ -122,11 +126,15 @@ for name in ("Memray", "VizTracer"):
     assert list(tmp_path.rglob("*.pt.trace.json.gz"))
     assert "MFU" in done.stdout
     assert "is off for the rest of this run" not in done.stderr
-    for name in ("Memray", "VizTracer"):
-        extra = name.lower()
-        assert f'{name} needs the package {extra}. Try pip install "lightning_perf[{extra}]".' in (
-            done.stdout
-        )
+    packages = {
+        "Memray": ("memray", "memray"),
+        "OpenTelemetry": ("opentelemetry.exporter.otlp.proto.http", "otel"),
+        "Prometheus": ("prometheus_client", "prometheus"),
+        "VizTracer": ("viztracer", "viztracer"),
+    }
+    for name, (package, extra) in packages.items():
+        advice = f'Try pip install "lightning_perf[{extra}]".'
+        assert f"{name} needs the package {package}. {advice}" in done.stdout
 
 
 @pytest.mark.slow

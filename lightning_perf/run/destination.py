@@ -112,6 +112,8 @@ class Reporting:
         self._own = [MlflowMetrics(run, worker) for run in mlflow]
         self._mlflow = self._own if first else []
         self._others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
+        #: Functions that get what is logged on this rank, besides the loggers.
+        self.receivers: list[Callable[[Mapping[str, float], int], object]] = []
         self._warned: set[int] = set()
         #: Seconds that loggers other than MLflow's took for what was logged here.
         self.logger_seconds = 0.0
@@ -151,8 +153,8 @@ class Reporting:
         """Log metrics to all loggers, without NaN and infinity, and without keys left out."""
         metrics = {key: value for key, value in metrics.items() if key not in self.left_out}
         if metrics := _finite(metrics):
-            for target in self._mlflow:
-                target.log(metrics, step)
+            for receive in (*(target.log for target in self._mlflow), *self.receivers):
+                receive(metrics, step)
             self._log_to_others(metrics, step)
 
     def log_from_worker(self, metrics: Mapping[str, float], step: int) -> None:
@@ -161,8 +163,8 @@ class Reporting:
         Other loggers are not thread-safe: they get rank 0's metrics at the next `deliver`.
         """
         if metrics := _finite(metrics):
-            for target in self._own:
-                target.log(metrics, step)
+            for receive in (*(target.log for target in self._own), *self.receivers):
+                receive(metrics, step)
             self._later.append((metrics, step))
 
     def deliver(self) -> None:

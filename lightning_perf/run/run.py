@@ -91,6 +91,8 @@ class Run:
         self.listen = self.batches.listeners.append
         #: Call a function at the end of the run, after the workers have stopped.
         self.on_close = self.reporting.closing.append
+        #: Call a function with the metrics and the step of what this rank logs, on any thread.
+        self.on_log = self.reporting.receivers.append
         #: Times by category since they were first required.
         self.times = self.spans.totals
         self.exclude_from_batch_time = self.stages.exclude_from_batch_time

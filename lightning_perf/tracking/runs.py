@@ -8,6 +8,7 @@ from collections import deque
 from concurrent.futures import thread as pools
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -93,11 +94,11 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
         return replace(_read(client, runs[0]), note=_note(len(runs)) if what is not None else "")
 
     try:
-        if run := _ask(tracking_uri or default_tracking_uri(), latest):
+        if run := ask(tracking_uri or default_tracking_uri(), latest):
             return run
     except (LookupError, ImportError) as error:
         if folder is None:
-            if tracking_uri is not None or _address() or isinstance(error, ImportError):
+            if tracking_uri is not None or address() or isinstance(error, ImportError):
                 raise
             place = "" if what is None else f"in a folder {what} "
             missing = f"there is no {FILE_NAME} {place}below the current folder"
@@ -128,7 +129,7 @@ def local_folders(what: str | None, tracking_uri: str | None) -> list[Path]:
             raise SummaryError(f"{what} does not exist")
     if tracking_uri is not None:
         return []
-    found = [] if what is None and _address() else folders_of(Path(), what)
+    found = [] if what is None and address() else folders_of(Path(), what)
     if not found and what is not None and path.is_dir():
         with suppress(LookupError):  # it may be the name of a run, too
             found = [folder_of(path)]
@@ -142,15 +143,20 @@ def folders_of(root: Path, name: str | None = None) -> list[Path]:
     only if there is no other one.
     """
     found: list[tuple[int, float, Path]] = []
-    # MLflow's own folders contain copies.
-    for folder, files in walked(root, _DEPTH, lambda name: name[0] != "." and name != "mlruns"):
-        if any(map(SUMMARIES.fullmatch, files)) and (inside := summaries_in(folder)):
-            path, summary = inside[-1]
-            if name in (None, folder.name, summary["run"]):
-                with suppress(OSError):  # it was deleted meanwhile
-                    found.append((trains(summary), path.stat().st_mtime, folder))
+    for path, summary in summaries_below(root, _DEPTH):
+        if name in (None, path.parent.name, summary["run"]):
+            with suppress(OSError):  # it was deleted meanwhile
+                found.append((trains(summary), path.stat().st_mtime, path.parent))
     trained = any(each[0] for each in found)
     return [folder for its, _, folder in sorted(found) if its == trained]
+
+
+def summaries_below(root: Path, levels: int) -> Iterator[tuple[Path, Summary]]:
+    """The latest summary of each folder below another one, with its file."""
+    # MLflow's own folders contain copies.
+    for folder, files in walked(root, levels, lambda name: name[0] != "." and name != "mlruns"):
+        if any(map(SUMMARIES.fullmatch, files)) and (inside := summaries_in(folder)):
+            yield inside[-1]
 
 
 def folder_of(path: Path) -> Path:
@@ -198,14 +204,15 @@ def _begins_with(path: Path, head: bytes) -> bool:
 
 def default_tracking_uri() -> str:
     """``MLFLOW_TRACKING_URI``, or MLflow's default database in the current folder."""
-    return _address() or "sqlite:///mlflow.db"
+    return address() or "sqlite:///mlflow.db"
 
 
-def _address() -> str:
+def address() -> str:
+    """The address of MLflow in the environment; empty if there is none."""
     return os.environ.get("MLFLOW_TRACKING_URI", "")
 
 
-def _ask(tracking_uri: str, question: Callable[[MlflowClient], T]) -> T:
+def ask(tracking_uri: str, question: Callable[[MlflowClient], T]) -> T:
     """What a function returns for a client; any error is raised as `LookupError`.
 
     It runs on a thread that is not waited for any longer: a server decides how many pages there
@@ -251,10 +258,7 @@ def _find(client: MlflowClient, what: str | None) -> Sequence[Any]:
             return [client.get_run(what)]
         quote = '"' if "'" in what else "'"
         named = f"attributes.run_name = {quote}{what}{quote}"
-    pages = [client.search_experiments()]
-    while pages[-1].token and len(pages) < _MOST_PAGES:
-        pages.append(client.search_experiments(page_token=pages[-1].token))
-    experiments = [experiment.experiment_id for page in pages for experiment in page]
+    experiments = [each.experiment_id for each in all_of(client.search_experiments)]
     newest = ["attributes.start_time DESC"]
     most = _MOST_COUNTED if named else 1
     found: Sequence[Any] = client.search_runs(experiments, named, order_by=newest, max_results=most)
@@ -267,13 +271,21 @@ def _find(client: MlflowClient, what: str | None) -> Sequence[Any]:
     return found
 
 
+def all_of(search: Callable[..., Any]) -> Iterator[Any]:
+    """The results of a search of MLflow, one request per page."""
+    page = search()
+    for _ in range(_MOST_PAGES):
+        yield from page
+        if not page.token:
+            return
+        page = search(page_token=page.token)
+
+
 def _read(client: MlflowClient, run: Any) -> Run:
-    # Whoever made the run may have named any server, which would get the user's password.
-    elsewhere = is_on_other_server(run.info.artifact_uri or "", client.tracking_uri)
-    paths = () if elsewhere else tuple(sorted(_paths(client, run.info.run_id)))
+    paths = tuple(sorted(_paths(client, run.info.run_id))) if is_trusted(client, run) else ()
     # What we have uploaded: the user may have added summaries of other runs, or files of that name.
     own = run.data.tags.get(SUMMARY_TAG, "")
-    found = _downloaded(client, run.info.run_id, own) if own in paths else None
+    found = downloaded(client, run, own) if own in paths else None
     root = without_credentials(run.info.artifact_uri or "").removeprefix("file://").rstrip("/")
     return Run(
         f"{run.info.run_name or run.info.run_id} ({run.info.run_id})",
@@ -300,11 +312,25 @@ def _paths(client: MlflowClient, run_id: str) -> Iterator[str]:
                 waiting.append((entry.path, level + 1))
 
 
-def _downloaded(client: MlflowClient, run_id: str, summary: str) -> Summary:
+def is_trusted(client: MlflowClient, run: Any) -> bool:
+    """Whether a run's files may be read: its maker may have named any server.
+
+    That one would get the user's password.
+    """
+    return not is_on_other_server(run.info.artifact_uri or "", client.tracking_uri)
+
+
+def downloaded(client: MlflowClient, run: Any, summary: str) -> Summary:
     """A summary among a run's artifacts, by its path."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    download: Callable[..., str] = partial(client.download_artifacts, run.info.run_id)
+    with suppress(TypeError):  # MLflow 2 has no such argument
+        store = get_artifact_repository(run.info.artifact_uri, tracking_uri=client.tracking_uri)
+        download = store.download_artifacts  # two requests instead of five
     with tempfile.TemporaryDirectory(prefix="lightning_perf-") as scratch:
         with limited(MOST_BYTES):
-            path = client.download_artifacts(run_id, summary, scratch)
+            path = download(summary, scratch)
         return read_summary(Path(path))
 
 
@@ -325,14 +351,18 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
             "throughput": {rate: metrics[key] for rate, key in rates.items()},
             "timings": {name: metrics[key] for name, key in times.items()},
         }
-    setup: dict[str, Any] = {}
-    with suppress(ValueError, AttributeError):  # the user's own param
-        known = parsed(run.data.params.get("lightning_perf", "{}"))
-        setup = {key: known[key] for key in _SETUP if isinstance(known.get(key), _SETUP[key])}
     return {
         "version": VERSION,
         "run": run.info.run_name or run_id,
         "status": run.info.status.lower(),
-        "setup": setup,
+        "setup": setup_of(run),
         "stages": {"train": windows} if windows else {},
     }
+
+
+def setup_of(run: Any) -> dict[str, Any]:
+    """The set-up of a run of MLflow, as far as its param tells."""
+    with suppress(ValueError, AttributeError):  # the user's own param
+        known = parsed(run.data.params.get("lightning_perf", "{}"))
+        return {key: known[key] for key in _SETUP if isinstance(known.get(key), _SETUP[key])}
+    return {}

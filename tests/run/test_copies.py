@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
+from helpers.servers import free_port
 from helpers.small import Small, trainer
 from helpers.windows import window_of
 from lightning.pytorch.loggers import CSVLogger
@@ -59,12 +60,22 @@ ARGUMENTS: dict[str, Callable[[], Any] | None] = {
     "TimeUnit": lambda: TimeUnit.BATCH,
     "Timings": lambda: Timings(schedule="1ba"),
     "Tracker": None,
+    "Prometheus": lambda: lightning_perf.Prometheus(free_port()),
     "OnVerdict": lambda: lightning_perf.OnVerdict(["input-bound"]),
     "Verdict": lambda: lightning_perf.Verdict("warmup", "info"),
     "Window": lambda: window_of({"batch/seconds": [1.0]}),
 }
 NAMES = [name for name in lightning_perf.__all__ if ARGUMENTS.get(name, name) is not None]
-MEASURING = ["Diagnosis", "Flops", "SpeedMonitor", "Suite", "SystemMetrics", "Timings"]
+MEASURING = [
+    "Diagnosis", "Flops", "OpenTelemetry", "Prometheus", "SpeedMonitor", "Suite", "SystemMetrics",
+    "Timings",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenTelemetry would wait for one at the end of each run."""
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
 
 
 def made(name: str) -> Any:

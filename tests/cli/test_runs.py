@@ -1,0 +1,293 @@
+"""`lightning-perf runs`: all runs of a server or a folder, the most wasteful first."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from helpers.command import call
+from helpers.fleet import add_run, copy_run, summary_of
+from helpers.pages import loaded_from_elsewhere
+from helpers.servers import free_port, start_mlflow, stop_mlflow
+from helpers.small import Small, trainer
+from lightning.pytorch.loggers import MLFlowLogger
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from lightning_perf import always_on
+from lightning_perf.tracking.summary import text_of
+
+HUNG = [{"began": "2026-11-25T10:00:00+0000", "seconds": 300.0, "text": "rank 3 waits"}]
+INPUT = {"code": "input-bound", "severity": "critical", "share": 0.25, "culprit": "DataLoader"}
+
+
+@pytest.fixture(autouse=True)
+def _no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow sets the variable when a test trains with its logger."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture
+def client(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
+    """Of a database that the environment names: MLflow keeps one open per address."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_tmp}/mlflow.db")
+    return MlflowClient()
+
+
+@pytest.fixture
+def experiment(client: MlflowClient) -> str:
+    return str(client.create_experiment("vision"))
+
+
+def shown(capsys: Any, *options: str) -> dict[str, dict[str, Any]]:
+    """The runs by name, in the order in which they are shown."""
+    code, out, err = call(capsys, "runs", *options, "--json")
+    assert (code, err) == (0, "")
+    return {each["run"]: each for each in json.loads(out)["runs"]}
+
+
+# -- MLflow ---------------------------------------------------------------------------------------
+
+
+def test_runs_are_ranked_by_wasted_device_hours(
+    client: MlflowClient, experiment: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Verdicts, silence and goodput count; what summaries say is in the rows that are shown."""
+    some = {"folder": tmp_path}
+    add_run(client, experiment, "good", hours=10, shares={"gc-pauses": 0.01})
+    add_run(
+        client, experiment, "slow", hours=10, shares={"input-bound": 0.25, "warmup": 0.05},
+        summary=summary_of("slow", verdicts=[INPUT]), **some,
+    )  # fmt: skip
+    add_run(client, experiment, "failed", hours=2, shares={"warmup": 0.5}, status="FAILED")
+    add_run(client, experiment, "lives", hours=1, status="RUNNING")
+    add_run(client, experiment, "silent", hours=1, ago=3, status="RUNNING")
+    add_run(client, experiment, "forgotten", hours=1, ago=240, status="RUNNING")
+    add_run(
+        client, experiment, "hangs", hours=1, ago=5, status="RUNNING",
+        summary=summary_of("hangs", "running", hangs=HUNG), **some,
+    )  # fmt: skip
+    add_run(
+        client, experiment, "restarts", hours=10, shares={"warmup": 0.1},
+        summary=summary_of("restarts", goodput={"share": 0.4}), **some,
+    )  # fmt: skip
+    found = shown(capsys)
+    names = ["forgotten", "restarts", "hangs", "silent", "slow", "failed", "lives", "good"]
+    assert [*found] == names
+    hours = {name: round(each["device_hours"]) for name, each in found.items()}
+    # One that is silent holds its 8 devices for a day at most.
+    assert hours == {
+        "forgotten": 8 + 8 * 24, "restarts": 80, "hangs": 8 + 8 * 5, "silent": 8 + 8 * 3,
+        "slow": 80, "failed": 16, "lives": 8, "good": 80,
+    }  # fmt: skip
+    wasted = {name: each["wasted_device_hours"] for name, each in found.items()}
+    assert wasted["restarts"] == pytest.approx(80 * 0.6)
+    assert wasted["slow"] == pytest.approx(80 * 0.25)  # as its summary says
+    assert wasted["failed"] == pytest.approx(16 * 0.5)
+    # Without verdicts: what it waits for, logs and saves, of 14 equal times.
+    assert wasted["lives"] == pytest.approx(8 * 4 / 13, rel=0.1)
+    assert wasted["silent"] == pytest.approx(24 + wasted["lives"], rel=0.01)
+    states = {name: each["state"] for name, each in found.items()}
+    assert states["hangs"] == "hanging since 2026-11-25T10:00:00+0000"
+    assert states["silent"].startswith("silent since 20")
+    assert (states["lives"], states["failed"], states["slow"]) == ("running", "failed", "finished")
+    assert (found["slow"]["verdict"], found["slow"]["culprit"]) == ("input-bound 25%", "DataLoader")
+    assert (found["slow"]["mfu"], found["good"]["mfu"]) == (0.31, 0.1)
+    assert found["restarts"]["goodput"] == 0.4
+    assert found["good"]["goodput"] is None
+
+
+def test_runs_are_selected(client: MlflowClient, experiment: str, capsys: Any) -> None:
+    """By experiment, by time and by number; those of other tools are left out."""
+    other = client.create_experiment("language")
+    run = add_run(client, experiment, "old", hours=1, ago=200)
+    add_run(client, experiment, "new", hours=2)
+    add_run(client, other, "other", hours=3)
+    client.create_run(experiment, run_name="of another tool")
+    assert [*shown(capsys)] == ["other", "new", "old"]
+    assert [*shown(capsys, "--experiment", "vision")] == ["new", "old"]
+    assert [*shown(capsys, "--experiment", other)] == ["other"]
+    assert [*shown(capsys, "--since", "7d")] == ["other", "new"]
+    assert [*shown(capsys, "--limit", "1")] == ["other"]
+    code, out, _ = call(capsys, "runs", "--experiment", "vision")
+    assert code == 0
+    assert "2 of 2 runs" in out
+    assert run in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--experiment", "visio"), "there is no experiment visio. Did you mean vision?"),
+        (("--since", "soon"), "--since soon is not a time, such as 7d or 12h."),
+        (("--limit", "0"), "--limit 0 is below 1."),
+        (("--experiment", "vision", "--since", "1h"), "there is no run of lightning_perf"),
+        (("nowhere",), "nowhere is neither a folder nor an address of MLflow."),
+        ((".", "--experiment", "vision"), "--experiment is of MLflow"),
+        (("http://me:hunter2@127.0.0.1:1",), "http://127.0.0.1:1 does not respond"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_shown_is_one_line(
+    experiment: str, capsys: Any, options: tuple[str, ...], message: str
+) -> None:
+    """On stderr, with exit code 2 and without credentials."""
+    code, out, err = call(capsys, "runs", *options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert "hunter2" not in err
+
+
+@pytest.mark.slow
+def test_a_thousand_runs_take_few_requests(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """Of a real server: one per 1,000 runs, and two per summary that is shown."""
+    port = free_port()
+    server = start_mlflow(tmp_path, port)
+    try:
+        client = MlflowClient(f"http://127.0.0.1:{port}")
+        summary = summary_of("run", verdicts=[INPUT])
+        first = add_run(
+            client, "0", "run", hours=2000, shares={"input-bound": 0.25}, summary=summary,
+            folder=tmp_path,
+        )  # fmt: skip
+        copy_run(tmp_path / "server.db", first, 999)
+        for number in range(1, 20):  # its copies have no files
+            client.log_artifact(f"{number:032x}", str(tmp_path / "summary.json"))
+        capsys.readouterr()
+        sent: list[str] = []
+        send = requests.Session.send
+
+        def counted(session: Any, request: Any, **options: Any) -> Any:
+            sent.append(request.path_url)
+            return send(session, request, **options)
+
+        monkeypatch.setattr(requests.Session, "send", counted)
+        code, out, _ = call(capsys, "runs", f"http://127.0.0.1:{port}", "--json")
+    finally:
+        stop_mlflow(server)
+    found = json.loads(out)
+    assert (code, found["count"], len(found["runs"])) == (0, 1000, 20)
+    assert {each["culprit"] for each in found["runs"]} == {"DataLoader"}
+    assert [round(each["device_hours"]) for each in found["runs"]] == [
+        8 * (2000 - number) for number in range(20)
+    ]  # fmt: skip
+    searches = [each for each in sent if each.endswith("/runs/search")]
+    assert len(searches) <= 2  # 1,000 of a page may need another request for the end
+    assert len(sent) <= len(searches) + 2 + 2 * 20
+
+
+@pytest.mark.slow
+def test_a_real_run_is_shown(client: MlflowClient, tmp_path: Path, capsys: Any) -> None:
+    """With what `always_on()` has left in MLflow."""
+    logger = MLFlowLogger("real", "first", os.environ["MLFLOW_TRACKING_URI"])
+    trainer(tmp_path, always_on(show_summary=False), logger=logger, max_epochs=3).fit(Small())
+    capsys.readouterr()
+    found = shown(capsys)["first"]
+    assert found["place"] == logger.run_id
+    assert found["state"] == "finished"
+    assert 0 < found["mfu"] < 1
+    assert found["verdict"]
+    assert 0 <= found["wasted_device_hours"] <= found["device_hours"] < 1
+
+
+# -- hostile runs ---------------------------------------------------------------------------------
+
+EVIL = "\x1b[2J[red]<script>alert(1)</script>" + "A" * 1000
+
+
+def test_runs_of_strangers_are_shown_as_they_are(
+    client: MlflowClient, experiment: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Controls, markup, long names, absurd numbers, damaged files and other servers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("helpers.fleet.KEYS", ["mfu"])
+        verdict = {"code": EVIL, "severity": EVIL, "share": 0.5, "culprit": EVIL}
+        summary = summary_of(EVIL, "running", verdicts=[verdict], hangs=[{"began": EVIL}])
+        add_run(
+            client, experiment, EVIL[:200], hours=1, summary=summary, folder=tmp_path,
+            status="RUNNING",
+        )  # fmt: skip
+        add_run(
+            client, experiment, "odd", hours=1, summary={"version": 2, "hangs": 3},
+            folder=tmp_path, metrics={"mfu": float("nan"), "timings/forward": -1e300},
+        )  # fmt: skip
+        add_run(client, experiment, "absurd", hours=1e9, shares={"warmup": 1e300})
+    run = client.create_run(experiment, 10**17, run_name="later").info.run_id
+    client.log_batch(run, [Metric("mfu", 1.0, 10**17, 0)], [Param("lightning_perf", "[[1]]")])
+    elsewhere = client.create_experiment("elsewhere", "http://127.0.0.1:1/api/files")
+    other = add_run(client, elsewhere, "other", hours=1)
+    client.set_tag(other, "lightning_perf_summary", "summary.json")
+    code, out, err = call(capsys, "runs")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    print(out)
+    assert r"\x1b[2J[red]" in out
+    assert out.count("A") < 2000
+    page = tmp_path / "runs.html"
+    assert call(capsys, "runs", "--html", str(page))[0] == 0
+    assert "<script>alert" not in page.read_text()
+    assert loaded_from_elsewhere(page.read_text()) == []
+    found = shown(capsys)
+    assert found["odd"]["mfu"] is None
+    assert all(each["wasted_device_hours"] <= each["device_hours"] for each in found.values())
+
+
+def test_a_page_of_another_is_not_replaced(
+    client: MlflowClient, experiment: str, tmp_path: Path, capsys: Any
+) -> None:
+    """As of all commands that write a file."""
+    add_run(client, experiment, "run", hours=1)
+    page = tmp_path / "mine.html"
+    page.write_text("<p>mine</p>")
+    code, _, err = call(capsys, "runs", "--html", str(page))
+    assert code == 2
+    assert "Another file is there" in err
+    assert page.read_text() == "<p>mine</p>"
+
+
+# -- folders --------------------------------------------------------------------------------------
+
+
+def test_runs_below_a_folder(tmp_path: Path, capsys: Any) -> None:
+    """At any depth, without MLflow; a process of this machine that is gone was killed."""
+
+    def leave(folder: str, ago: float = 0.0, status: str = "finished", **sections: Any) -> None:
+        path = tmp_path / folder / "summary.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(text_of(summary_of(path.parent.name, status, **sections)))
+        os.utime(path, (time.time() - ago * 3600,) * 2)
+
+    here = {"host": platform.node(), "pid": os.getpid()}
+    leave("a/b/c/d/e/slow", verdicts=[INPUT])
+    leave("a/restarts", 1.0, "stopped by an exception", goodput={"share": 0.5}, verdicts=[INPUT])
+    leave("silent", 2.0, "running", process={"host": "elsewhere", "pid": 1})
+    leave("killed", 2.0, "running", process={"host": platform.node(), "pid": 2**22 + 1})
+    leave("lives", 0.0, "running", process=here, hangs=HUNG)
+    leave("old", 100.0)
+    leave("mlruns/copy")
+    found = shown(capsys, str(tmp_path))
+    assert [*found][:3] == ["silent", "restarts", "slow"]
+    assert found.keys() == {"silent", "restarts", "slow", "killed", "lives", "old"}
+    assert found["restarts"]["wasted_device_hours"] == pytest.approx(4)
+    assert found["silent"]["device_hours"] == pytest.approx(24, rel=0.01)
+    states = {name: each["state"] for name, each in found.items()}
+    assert (states["restarts"], states["killed"]) == ("failed", "killed")
+    assert states["lives"] == f"hanging since {HUNG[0]['began']}"
+    assert found["slow"]["place"] == str(tmp_path / "a/b/c/d/e/slow")
+    assert "old" not in shown(capsys, str(tmp_path), "--since", "1d")
+
+
+def test_the_current_folder_is_the_default(in_tmp: Path, capsys: Any) -> None:
+    """Without an address of MLflow and its database."""
+    (in_tmp / "run").mkdir()
+    (in_tmp / "run" / "summary.json").write_text(text_of(summary_of("run")))
+    assert [*shown(capsys)] == ["run"]
+    code, out, _ = call(capsys, "runs")
+    assert code == 0
+    assert "1 of 1 run in ." in out
