@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
         raise
     import pytorch_lightning as pl  # type: ignore[no-redef]  # installed alone
 
+from lightning_perf.cgroup import usable_cpus
 from lightning_perf.core.progress import Limits, Ranks
 from lightning_perf.flops import device_name, is_compiled
 from lightning_perf.flops.batch import attributes
@@ -351,6 +352,20 @@ def setup_of(trainer: Trainer) -> dict[str, object]:
         "precision": str(trainer.precision),
         "strategy": type(trainer.strategy).__name__,
     }
+
+
+#: Devices whose hours are GPU hours.
+GPUS = ("cuda",)
+
+
+def devices_of(trainer: Trainer) -> tuple[str, int]:
+    """What the run occupies: ``GPU``, or ``core`` for the CPUs that it may use, and how many."""
+    kind = trainer.strategy.root_device.type
+    if kind in GPUS:
+        return "GPU", trainer.world_size
+    return (
+        ("core", usable_cpus() * trainer.num_nodes) if kind == "cpu" else (kind, trainer.world_size)
+    )
 
 
 def training_loader(trainer: Trainer) -> Any:
