@@ -63,7 +63,9 @@ class AttemptLog:
         # The folder of the files: that of another run, or of this one once that has files.
         self._folder: Path | None = None
         self._run_folder: RunFolder
-        self._status, self._first_step, self._validated = RUNNING, 0, 0.0
+        self._first_step, self._validated = 0, 0.0
+        # This attempt, at its end.
+        self._ended: Attempt | None = None
         # Seconds of checkpoints: in validation, and all.
         self._checkpoints = 0.0, 0.0
         # The step and the training seconds of checkpoints, and their number.
@@ -150,23 +152,25 @@ class AttemptLog:
         """
         if not self._same:
             return {}
-        if self._status == RUNNING:  # the end of the run may come before its last live summary
-            self._status = status
+        if self._ended is not None:  # the last live summary may come after the end
+            return {}
         if spent := timings.get("checkpoint", 0.0):
             # Those that validation writes are part of it, and no training seconds.
             evaluation = run.progress.validation_seconds - self._validated
             self._checkpoints = min(max(evaluation - timings["validation"], 0.0), spent), spent
-        own = self._attempt(run)
+        own = self._attempt(run, status)
+        if status != RUNNING:
+            self._ended = own
         run.file_worker.submit(partial(self._write, run, own), "the attempt")
         return goodput([*self._earlier.values(), own])
 
-    def _attempt(self, run: Run) -> Attempt:
+    def _attempt(self, run: Run, status: str) -> Attempt:
         counters = run.progress.stages["train"]
-        training = self._status != FINISHED and run.stage == "train"
+        training = status != FINISHED and run.stage == "train"
         evaluation = run.progress.validation_seconds - self._validated
         within, checkpoints = self._checkpoints
         return Attempt(
-            **self._same, status=self._status, seen=time.time(),  # noqa: TID251
+            **self._same, status=status, seen=time.time(),  # noqa: TID251
             last=counters.total_wct, stalls=self._stalls,
             unfinished=max(perf_counter() - counters.mark, 0.0) if training else 0.0,
             validation=max(evaluation - within, 0.0), checkpoints=checkpoints,
@@ -177,34 +181,36 @@ class AttemptLog:
 
     def beat(self, run: Run) -> None:
         """Give a sign of life, and the next one after some seconds."""
-        if self._status != RUNNING:
+        if self._ended is not None:
             return
-        began, own, batch = perf_counter(), self._attempt(run), run.progress.stages["train"].batch
+        began, batch = perf_counter(), run.progress.stages["train"].batch
+        own = self._attempt(run, RUNNING)
         if batch != self._batch:
             self._stalls += self._stalled
         self._batch, self._stalled = batch, own.unfinished if own.unfinished > STALLED else 0.0
         with suppress(Exception):  # the end of the run tries again
             self._write(run, own)
         # On a slow file system, the file takes at most 1 % of the time.
-        pause = max(INTERVAL, 100 * (perf_counter() - began))
+        pause = INTERVAL * max(1.0, 20 * (perf_counter() - began))
         run.file_worker.submit(partial(_beat, weakref.ref(run)), "the attempt", pause)
 
     def _write(self, run: Run, own: Attempt) -> None:
-        if not run.leaves_files or own.status != self._status:
+        if not run.leaves_files or self._ended not in (None, own):
             return
         if self._folder is None:
             self._folder = self._run_folder.claim() / FOLDER
             self._note_job(run)
-        for name in [*self._earlier][1 : max(len(self._earlier) + 2 - MOST, 1)]:  # not the first
-            with suppress(OSError):
-                (self._folder / f"{name}.json").unlink(missing_ok=True)
-            self._earlier = {key: each for key, each in self._earlier.items() if key != name}
+        path = self._folder / f"{own.name}.json"
+        if not path.exists():
+            others = [name for name in _names(self._folder) if name != f"{own.job}.json"]
+            for name in others[: max(len(others) + 2 - MOST, 0)]:
+                (self._folder / name).unlink(missing_ok=True)
         content = asdict(own) | {
             "steps": [self._first_step, run.progress.stages["train"].step],
             "latest_checkpoints": [*self._saved],
             "labels": {key: printable(os.environ[key]) for key in _LABELS if key in os.environ},
         }
-        with written_whole(self._folder / f"{own.name}.json", durable=False) as file:
+        with written_whole(path, durable=False) as file:
             file.write(json.dumps(content).encode())
 
 
@@ -213,15 +219,19 @@ def _beat(reference: weakref.ref[Run]) -> None:
         run.attempt.beat(run)
 
 
+def _names(folder: Path) -> list[str]:
+    """The names of files of attempts, in the order in which these began."""
+    with suppress(OSError):  # there is no folder
+        return sorted(each.name for each in folder.iterdir() if _FILE.fullmatch(each.name))
+    return []
+
+
 def _read(folder: Path, job: str | None) -> list[Attempt]:
     """The attempts of a job, or of all, in the order in which they began; empty without its first.
 
     Of many files, that of the first attempt and the latest ones.
     """
-    names: list[str] = []
-    with suppress(OSError):  # there is no folder
-        names = sorted(each.name for each in folder.iterdir() if _FILE.fullmatch(each.name))
-    first = f"{job}.json"
+    names, first = _names(folder), f"{job}.json"
     if job is not None and first not in names:
         return []
     found = []
