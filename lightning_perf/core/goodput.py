@@ -89,9 +89,9 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
     # The training seconds that later attempts have kept, and when the next one began.
     limit = later = inf
     for number, each in reversed([*enumerate(attempts)]):
-        ended = max(min(each.seen, later), each.began)  # clocks of machines differ
+        ended = max(each.seen, each.began)
         interrupted = later < inf and each.status != FINISHED
-        gap = later - ended if interrupted else 0.0
+        gap = max(later - ended, 0.0) if interrupted else 0.0  # clocks of machines differ
         whole += ended - each.began + gap
         trained = max(each.last - each.first, 0.0)
         steps = min(max(min(each.last, limit) - each.first, 0.0), trained)
