@@ -82,8 +82,8 @@ READERS: dict[str, tuple[str, Callable[[Path], object], tuple[type[Exception], .
         (OSError,),
     ),
     "attempts": (
-        "20261125-100000-7.json",
-        lambda path: _read(path.parent, "20261125-100000-7") + _read(path.parent, None),
+        "20261125-100000.000-7.json",
+        lambda path: _read(path.parent, "20261125-100000.000-7") + _read(path.parent, None),
         (),
     ),
     "configuration": ("c.yaml", lambda path: from_environment(str(path)), (ConfigError,)),

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from lightning_perf.traces.writer import RunFolder
 
 #: The folder of the files, below that of a run. A file is named after the attempt: when its
-#: training began, and its process id. The job is named after its first attempt.
+#: training began (UTC), and its process id. The job is named after its first attempt.
 FOLDER = "attempts"
-_FILE = re.compile(r"\d{8}-\d{6}-\d{1,10}\.json")
+_FILE = re.compile(r"\d{8}-\d{6}\.\d{3}-\d{1,10}\.json")
 #: Attempts of a job that are kept, and bytes of a file that is read.
 MOST, _MOST_BYTES = 100, 1 << 16
 #: Seconds until the first sign of life, and between two.
@@ -42,7 +42,7 @@ FIRST, INTERVAL = 1.0, 5.0
 #: Checkpoints that a file lists, the latest ones.
 _MOST_CHECKPOINTS = 20
 #: What a file says of the cluster.
-_LABELS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+_LABELS = ("SLURM_JOB_ID", *compat.RESTARTS)
 #: The process whose first training has begun.
 _trained = 0
 
@@ -57,8 +57,8 @@ class AttemptLog:
         self._made = time.time()  # noqa: TID251 (as other machines have it)
         #: Training seconds of the checkpoint that is resumed.
         self.resumed = 0.0
-        # Earlier attempts of this job, by name; and what stays the same of this one.
-        self._earlier: dict[str, Attempt] = {}
+        # Earlier attempts of this job; and what stays the same of this one.
+        self._earlier: list[Attempt] = []
         self._same: dict[str, Any] = {}
         # The folder of the files: that of another run, or of this one once that has files.
         self._folder: Path | None = None
@@ -89,13 +89,14 @@ class AttemptLog:
         # A notebook may be open for days.
         alone = _trained != pid and not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
         began, _trained = started(pid) if alone else self._made, pid
-        counters, progress = run.progress.stages["train"], run.progress
-        name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{pid}"
+        counters = run.progress.stages["train"]
+        moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+        name = f"{moment}.{int(now * 1000) % 1000:03d}-{pid}"
         self._same = {
             "name": name, "job": name, "host": platform.node(), "pid": pid, "began": began,
             "setup": max(now - began, 0.0), "resumed": self.resumed, "first": counters.total_wct,
         }  # fmt: skip
-        self._first_step, self._validated = counters.step, progress.validation_seconds
+        self._first_step, self._validated = counters.step, run.progress.validation_seconds
         self._run_folder = run.reporting.run_folder(named_run())
         self._continue_job(run, root.path)
         self._note_job(run)
@@ -119,16 +120,18 @@ class AttemptLog:
         if named or run.reporting.tags is not None or compat.resumes(run.trainer):
             places.setdefault(self._run_folder.folder / FOLDER, None)
         for place, wanted in places.items():
-            found = _read(place, wanted)
-            last = found[-1] if found else None
-            again = last is not None and last.status == FINISHED and not self.resumed
-            if last is not None and not (again or _lives(last)):
-                self._folder, self._same["job"] = place, last.job
-                self._earlier = {each.name: each for each in found if each.job == last.job}
-                number = len(self._earlier) + 1
-                text = f"lightning_perf: this is attempt {number} of the run in {place.parent}."
-                compat.rank_zero_info(text)
-                return
+            if not (found := _read(place, wanted)):
+                continue
+            last = found[-1]
+            if (last.status == FINISHED and not self.resumed) or _lives(last):
+                continue
+            self._folder, self._same["job"] = place, last.job
+            self._earlier = [each for each in found if each.job == last.job]
+            number, where = len(self._earlier) + 1, place.parent
+            compat.rank_zero_info(
+                f"lightning_perf: this is attempt {number} of the run in {where}."
+            )
+            return
 
     def _note_job(self, run: Run) -> None:
         """Checkpoints name the job."""
@@ -150,9 +153,7 @@ class AttemptLog:
 
         ``timings`` are the seconds of the training by category, if they are measured.
         """
-        if not self._same:
-            return {}
-        if self._ended is not None:  # the last live summary may come after the end
+        if not self._same or self._ended is not None:  # the last live summary comes after the end
             return {}
         if spent := timings.get("checkpoint", 0.0):
             # Those that validation writes are part of it, and no training seconds.
@@ -162,7 +163,7 @@ class AttemptLog:
         if status != RUNNING:
             self._ended = own
         run.file_worker.submit(partial(self._write, run, own), "the attempt")
-        return goodput([*self._earlier.values(), own])
+        return goodput([*self._earlier, own])
 
     def _attempt(self, run: Run, status: str) -> Attempt:
         counters = run.progress.stages["train"]

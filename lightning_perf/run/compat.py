@@ -36,7 +36,7 @@ rank_zero_info = pl.utilities.rank_zero_info
 #: The beginning of the names of Lightning's modules.
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 #: Restart counters of SLURM and torchrun.
-_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def callback_class() -> type:
@@ -340,7 +340,7 @@ def resumes(trainer: Trainer) -> bool:
 
     A job that was preempted before its first checkpoint starts over, and is still the same run.
     """
-    counts = (os.environ.get(name, "") for name in _RESTARTS)
+    counts = (os.environ.get(name, "") for name in RESTARTS)
     return trainer.ckpt_path is not None or any(count not in ("", "0") for count in counts)
 
 

