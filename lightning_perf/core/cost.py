@@ -102,11 +102,11 @@ def texts(cost: Mapping[str, Any]) -> Iterator[str]:
     if cost["hours"] < _LEAST and "money" not in cost:
         return
     units = {
-        "hours": f"{{}} {cost['device']} hours",
-        "kwh": "{} kWh",
-        "money": f"money {{}} ({cost.get('money_per_hours', 0):g} per GPU hour)",
-        "kg_co2": f"{{}} kg CO2 ({cost.get('kg_co2_per_kwh', 0):g} kg per kWh)",
+        "hours": ("", f"{cost['device']} hours"),
+        "kwh": ("", "kWh"),
+        "money": ("money ", f"({cost.get('money_per_hours', 0):g} per GPU hour)"),
+        "kg_co2": ("", f"kg CO2 ({cost.get('kg_co2_per_kwh', 0):g} kg per kWh)"),
     }
     for part in (cost, *cost.get("verdicts", ())):
-        amounts = (text.format(three_digits(part[k])) for k, text in units.items() if k in part)
+        amounts = (f"{a}{three_digits(part[n])} {z}" for n, (a, z) in units.items() if n in part)
         yield (f"{part['code']}: " if "code" in part else "") + ", ".join(amounts)

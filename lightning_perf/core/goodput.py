@@ -175,5 +175,5 @@ def texts(found: Mapping[str, Any]) -> Iterator[str]:
     if parts:
         yield f"lost: {', '.join(parts)}"
     if best := found.get("advised_interval"):
-        loss = rough(found["advised_loss"])
+        loss = rough(found.get("advised_loss", 0.0))
         yield f"checkpoints every {rough(best)} would lose about {loss}, their own time included"
