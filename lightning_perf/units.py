@@ -27,6 +27,19 @@ def duration(seconds: float) -> str:
     return f"{three_digits(seconds * scale)} {unit}"
 
 
+def rough(seconds: float) -> str:
+    """A long time with about two digits.
+
+    Example:
+        >>> rough(45.2), rough(1140), rough(15_000), rough(400_000)
+        ('45 s', '19 min', '4.2 h', '4.6 days')
+    """
+    for unit, size, limit in (("s", 1, 90), ("min", 60, 5400), ("h", 3600, 172_800)):
+        if seconds < limit:
+            return f"{seconds / size:.{int(seconds < 10 * size and size != 60)}f} {unit}"
+    return f"{seconds / 86_400:.1f} days"
+
+
 def bytes_unit(size: float) -> tuple[float, str]:
     """The unit for a number of bytes, and how many of it are one byte."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")

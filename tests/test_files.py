@@ -33,6 +33,7 @@ from lightning_perf.files import (
     walked,
     written_whole,
 )
+from lightning_perf.run.attempts import _read
 from lightning_perf.traces import combine
 from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.summary import summarize
@@ -81,6 +82,11 @@ READERS: dict[str, tuple[str, Callable[[Path], object], tuple[type[Exception], .
         ".run",
         lambda path: RunFolder(path.parents[1], "{run_name}", Ranks(), "run", "1").claim(),
         (OSError,),
+    ),
+    "attempts": (
+        "20261125-100000.000-7.json",
+        lambda path: _read(path.parent, "20261125-100000.000-7") + _read(path.parent, None),
+        (),
     ),
     "configuration": ("c.yaml", lambda path: from_environment(str(path)), (ConfigError,)),
 }  # fmt: skip

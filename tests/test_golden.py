@@ -204,6 +204,7 @@ def unnamed(path: str, pids: dict[int, int]) -> str:
     """A path without names, numbers and times of its run."""
     for pid in pids:
         path = re.sub(rf"(?<!\d){pid}(?!\d)", "{pid}", path)
+    path = re.sub(r"\d{8}-\d{6}\.\d{3}-", "{time}-", path)
     return re.sub(r"golden-(version_7|run)\b|run-\d{8}-\d{6}-[0-9a-f]{4}", "{run_name}", path)
 
 

@@ -114,6 +114,22 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(lambda content: content | {"setup": {"versions": "x"}})
 @example(lambda content: content | {"setup": {"peak_flops": "x"}})
 @example(lambda content: content | {"stages": {"train": {"windows": {"batches": [1e308] * 9}}}})
+@example(lambda content: content | {"cost": {"device": "{x} [red]", "hours": 1e30, "money": -1}})
+@example(
+    lambda content: (
+        content
+        | {
+            "goodput": {
+                "share": -1,
+                "seconds": 0,
+                "attempts": 9,
+                "interruptions": 3,
+                "losses": {"{x}": 1e30, "": -1e30},
+                "advised_interval": 1e-30,
+            }
+        }
+    )
+)
 def test_a_damaged_summary_is_refused_or_shown(
     tmp_path: Path, run_folder: Path, mutate: Callable[[Any], Any]
 ) -> None:

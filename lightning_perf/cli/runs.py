@@ -11,12 +11,14 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from math import inf
 from pathlib import Path, PurePosixPath
 from shutil import which
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.cli import Failure, check_output, print_json
+from lightning_perf.core.cost import priced
 from lightning_perf.errors import ConfigError, without_credentials
 from lightning_perf.files import walked, write_text
 from lightning_perf.schedule.triggers import PROC, USUAL, records_on, signal_number
@@ -334,15 +336,20 @@ def report(
     run: str | None = None,
     *,
     html: str | None = None,
+    price_per_gpu_hour: str | None = None,
+    kg_co2_per_kwh: str | None = None,
     tracking_uri: str | None = None,
     json: bool = False,
 ) -> int:
-    """Show how fast a run was, and the paths of its traces.
+    """Show how fast a run was, what it cost, and the paths of its traces.
 
     Args:
         run: A run's id or name in MLflow, or a folder with its summary.json; by default the latest
             run in MLflow or below the current folder.
         html (FILE): Write the page of the run to this file.
+        price_per_gpu_hour (PRICE): Show what the run cost in money; by default
+            LIGHTNING_PERF_PRICE_PER_GPU_HOUR.
+        kg_co2_per_kwh (KG): Show its CO2; by default LIGHTNING_PERF_KG_CO2_PER_KWH.
         tracking_uri (ADDRESS): The MLflow tracking address; by default MLFLOW_TRACKING_URI, or
             ./mlflow.db.
         json: Print JSON.
@@ -351,6 +358,12 @@ def report(
 
     console = new_console(soft_wrap=True)
     found = find_run(run, tracking_uri)
+    if "cost" in found.summary:
+        try:
+            cost = priced(found.summary["cost"], price_per_gpu_hour, kg_co2_per_kwh)
+        except ConfigError as error:
+            raise Failure(f"{error.value} {error.problem}, such as 2.5") from None
+        found = replace(found, summary={**found.summary, "cost": cost})
     if html is not None:
         from lightning_perf.tracking.page import report_page
 

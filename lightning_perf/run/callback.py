@@ -227,6 +227,8 @@ class PerfCallback(Callback):
             return {"progress": self._loaded}
         if not self.keeps_progress or self._progress is None:
             return {}
+        if self._context is not None:
+            self._context.attempt.save(self._context)
         return {"progress": self._progress.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
         raise
     import pytorch_lightning as pl  # type: ignore[no-redef]  # installed alone
 
+from lightning_perf.cgroup import usable_cpus
 from lightning_perf.core.progress import Limits, Ranks
 from lightning_perf.flops import device_name, is_compiled
 from lightning_perf.flops.batch import attributes
@@ -35,7 +36,7 @@ rank_zero_info = pl.utilities.rank_zero_info
 #: The beginning of the names of Lightning's modules.
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 #: Restart counters of SLURM and torchrun.
-_RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
 def callback_class() -> type:
@@ -339,7 +340,7 @@ def resumes(trainer: Trainer) -> bool:
 
     A job that was preempted before its first checkpoint starts over, and is still the same run.
     """
-    counts = (os.environ.get(name, "") for name in _RESTARTS)
+    counts = (os.environ.get(name, "") for name in RESTARTS)
     return trainer.ckpt_path is not None or any(count not in ("", "0") for count in counts)
 
 
@@ -351,6 +352,20 @@ def setup_of(trainer: Trainer) -> dict[str, object]:
         "precision": str(trainer.precision),
         "strategy": type(trainer.strategy).__name__,
     }
+
+
+#: Devices whose hours are GPU hours.
+GPUS = ("cuda",)
+
+
+def devices_of(trainer: Trainer) -> tuple[str, int]:
+    """What the run occupies: ``GPU``, or ``core`` for the CPUs that it may use, and how many."""
+    kind = trainer.strategy.root_device.type
+    if kind in GPUS:
+        return "GPU", trainer.world_size
+    return (
+        ("core", usable_cpus() * trainer.num_nodes) if kind == "cpu" else (kind, trainer.world_size)
+    )
 
 
 def training_loader(trainer: Trainer) -> Any:

@@ -174,6 +174,7 @@ class RunContext(Run):
         if stage == "train":
             limits = self._read_limits()
             self.progress.reconcile(self.trainer, bool(self._resumed))
+            self.attempt.resumed = self.progress.stages["train"].total_wct
         if stage == "train" or self.trainer.state.fn != "fit":
             version = {"version": installed_version("lightning_perf")}
             self.reporting.describe(version | self.setup())
@@ -241,6 +242,13 @@ class RunContext(Run):
         """An epoch of training starts. Its data may differ, because loaders may be reloaded."""
         self.stages.limit(self._read_limits())
         self.windows.quiet_until = 0
+
+    def begin_attempt(self) -> None:
+        """The batches of an epoch begin."""
+        try:
+            self.attempt.begin(self)
+        except Exception as error:
+            warn(f"the goodput of the job is not measured ({describe(error)}).")
 
     def _read_limits(self) -> Limits:
         self.limits = compat.limits_of(self.trainer, self._data_owners, self.sharing)
@@ -353,6 +361,7 @@ def _batches_of_epoch(reference: weakref.ref[RunContext]) -> Iterator[None]:
         yield
         return
     context.stages.begin_batches()
+    context.begin_attempt()
     yield
     context.advance(context.report_monitored)
 

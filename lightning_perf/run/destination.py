@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 _NAME_TIMEOUT, _LAST_FILE_TIMEOUT = 10.0, 300.0
 #: Seconds that it waits for a file after a signal.
 _INTERRUPTED_TIMEOUT = 10.0
+#: Names a run that several processes continue, and without a run of MLflow its folder.
+RUN_VARIABLE = "LIGHTNING_PERF_RUN"
 #: Seconds before a wait at the end of the run is shown.
 SILENT = 2.0
 
@@ -65,6 +67,11 @@ class Generated:
 
 #: Of the last run of each Trainer.
 _GENERATED: WeakKeyDictionary[Trainer, Generated] = WeakKeyDictionary()
+
+
+def named_run() -> str:
+    """The name that the user's environment gives to the run; empty if there is none."""
+    return printable(os.environ.get(RUN_VARIABLE, "").strip())
 
 
 def announce(trainer: Trainer) -> bool:
@@ -232,9 +239,12 @@ class Reporting:
             taken=self._taken_names,
         )
 
-    def run_folder(self) -> RunFolder:
-        """The folder of the run below the trainer's ``default_root_dir``."""
-        return folder_of(self._trace_run(None), "{run_name}")
+    def run_folder(self, name: str = "") -> RunFolder:
+        """The folder of the run, or of a name of the user's, below ``default_root_dir``."""
+        run = self._trace_run(None)
+        if name:
+            run = replace(run, run_name=name, identity=_identity(name))
+        return folder_of(run, "{run_name}")
 
     def new_writer(self, options: TraceOptions, prefix: str | None = None) -> TraceWriter:
         """A trace writer that is closed at the end of the run.
@@ -296,6 +306,8 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
         runs = tuple(trackers_of(trainer.loggers))
         if runs and isinstance(runs[0], MlflowRun):
             return runs, _mlflow_name(runs[0], worker), runs[0].run_id
+        if name := named_run():
+            return runs, name, _identity(name)
         for logger in trainer.loggers:
             version = logger.version
             if isinstance(version, int):
@@ -313,6 +325,10 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
             f"{generated.name}."
         )
     return runs, generated.name, generated.identity
+
+
+def _identity(name: str) -> str:
+    return f"{RUN_VARIABLE} {name}"
 
 
 #: Names of MLflow runs by id: each is requested once per process, even if that fails.

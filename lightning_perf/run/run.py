@@ -12,6 +12,7 @@ from lightning_perf.background import Worker
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops import formula_for
 from lightning_perf.run import compat
+from lightning_perf.run.attempts import AttemptLog
 from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
@@ -102,6 +103,8 @@ class Run:
         #: The clock in hertz at which the device's peak holds, if it is known.
         self.peak_clock = self.meter.peaks.clock
         self._started = monotonic()
+        #: What this process leaves for those that resume the training.
+        self.attempt = AttemptLog()
 
     # -- facts ------------------------------------------------------------------------------------
 

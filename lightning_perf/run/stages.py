@@ -123,6 +123,9 @@ class Progress:
         self.stages = {stage: Counters() for stage in STAGES}
         #: Seconds spent in validation inside fit.
         self.validation_seconds = 0.0
+        #: The folder and the job of this training, and those in the checkpoint that is resumed.
+        self.job: dict[str, str] = {}
+        self.saved_job: dict[str, str] = {}
 
     def timestamp(self, stage: str) -> Timestamp:
         """Return the progress of a stage."""
@@ -131,7 +134,8 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Return plain ints, floats and dicts, as ``weights_only=True`` requires."""
         stages = {stage: self.timestamp(stage).state_dict() for stage in STAGES}
-        return {"stages": stages, "validation_seconds": self.validation_seconds}
+        state = {"stages": stages, "validation_seconds": self.validation_seconds}
+        return state | ({"job": self.job} if self.job else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the progress in a checkpoint."""
@@ -139,6 +143,8 @@ class Progress:
         stamps = {each: Timestamp.from_state_dict(saved[each]) for each in STAGES if each in saved}
         self.validation_seconds = float(state.get("validation_seconds", 0.0))
         self.stages |= {stage: Counters(stamp) for stage, stamp in stamps.items()}
+        saved_job = state.get("job")
+        self.saved_job = saved_job if isinstance(saved_job, dict) else {}
 
     def reconcile(self, trainer: Trainer, resumed: bool) -> None:
         """Follow Lightning after it resumed: its epoch always, its counts if we have none."""

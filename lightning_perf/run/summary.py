@@ -20,11 +20,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from lightning_perf.core.cost import cost_of, priced
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
-from lightning_perf.errors import describe, warn
+from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.files import files_below, finite, write_text, written_whole
 from lightning_perf.run import compat, destination
+from lightning_perf.run.attempts import FOLDER as ATTEMPTS
 from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.run import LONG, Run
 from lightning_perf.run.window_log import table
@@ -180,6 +182,7 @@ class RunSummary:
             **sections,
         }
         stage, figures = main_stage(content)
+        content |= _job(context, content, stage, windows)
         log = context.windows.logs.get(stage)
         if log is not None and (history := table(log)):
             figures["windows"] = history
@@ -288,7 +291,9 @@ class RunSummary:
         files = sorted(
             _shown(each, root)
             for each in paths
-            if not each.name.startswith(".") and not SUMMARIES.fullmatch(each.name)
+            if not each.name.startswith(".")
+            and not SUMMARIES.fullmatch(each.name)
+            and each.parent.name != ATTEMPTS
         )
         if (page := self.content.get("report")) and page not in files:
             files.append(page)
@@ -333,7 +338,8 @@ def _file(context: Run, folder: Path) -> tuple[Path, Summary | None]:
     if (own := _FILES.get(trainer)) in found:
         return own, found[own]
     in_mlflow = context.reporting.tags is not None  # then the folder is of one run id
-    if trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow:
+    named = destination.named_run()  # by the user, who says so that it continues
+    if trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow or named:
         for path, summary in reversed(found.items()):
             if not _is_held(path, summary):
                 return path, summary
@@ -364,6 +370,22 @@ def _setup(context: Run) -> dict[str, Any]:
     versions = {name: getattr(each, "__version__", None) for name, each in loaded.items()}
     versions |= {"python": platform.python_version(), "cuda": torch.version.cuda}
     return context.setup() | {"nodes": context.trainer.num_nodes, "versions": versions}
+
+
+def _job(context: Run, content: Mapping[str, Any], stage: str, windows: _Windows) -> dict[str, Any]:
+    """The goodput of the job, if this is a fit, and what the stage costs."""
+    whole = main_stage(content)[1].get("whole_run", {})
+    times = whole.get("timings", {})
+    sections = {"goodput": context.attempt.goodput(context, content["status"], times)}
+    if seconds := sum(times.values()) or whole.get("seconds", 0.0):
+        kind, devices = compat.devices_of(context.trainer)
+        verdicts = content.get("verdicts", ())
+        sections["cost"] = cost_of(windows[stage][0][1], kind, devices * seconds, verdicts)
+        try:
+            sections["cost"] = priced(sections["cost"])
+        except ConfigError as error:
+            warn(f"{error} It is ignored.")
+    return {name: section for name, section in sections.items() if section}
 
 
 def _stage_windows(windows: Sequence[tuple[int, Window]]) -> dict[str, Any]:

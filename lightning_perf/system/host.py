@@ -267,6 +267,11 @@ def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:
     return not blocks.exists() or (blocks / disk.replace("/", "!") / "device").exists()
 
 
+def started(pid: int) -> float:
+    """When a process was started, in seconds since the epoch."""
+    return float(psutil.Process(pid).create_time())
+
+
 def lives(pid: int | None, since: float) -> bool:
     """Whether a process is alive, and was started before a point in time."""
     try:

@@ -23,11 +23,12 @@ from lightning_perf.charts import (
     page,
     ticks,
 )
+from lightning_perf.core import goodput
 from lightning_perf.diagnosis.report import cost_text, evidence_text, severity
 from lightning_perf.timing.totals import Share, folded
 from lightning_perf.traces.summary import facts, tables
 from lightning_perf.tracking.summary import headline, main_stage, rows, steps_text, verdicts_of
-from lightning_perf.units import bytes_text, duration, three_digits, time_unit
+from lightning_perf.units import bytes_text, duration, rough, three_digits, time_unit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,6 +82,7 @@ def _parts(summary: Summary) -> Iterator[Part]:
         # A later version may have written more fields.
         yield costs([Share(*(row[name] for name in Share._fields)) for row in culprits])
     yield from _ranks(summary)
+    yield from _goodput(summary.get("goodput") or {})
     yield from _system(summary)
     yield from _captured(summary.get("capture") or {})
     yield from _links(summary)
@@ -118,6 +120,18 @@ def _ranks(summary: Summary) -> Iterator[Part]:
         yield lateness_table(steps, lateness, world_size)
 
 
+def _goodput(found: Mapping[str, Any]) -> Iterator[Part]:
+    """The goodput of the job, and what took the rest of its time."""
+    if not (lines := [*goodput.texts(found)] if found else []):
+        return
+    yield Heading("Goodput over all attempts")
+    yield from (f"{line[0].upper()}{line[1:]}." for line in lines if not line.startswith("lost"))
+    parts = {"kept steps": found.get("kept_seconds", 0.0), **found["losses"]}
+    whole = found["seconds"] or 1.0
+    rows = [(goodput.called(n), rough(s), f"{s / whole:.1%}") for n, s in parts.items() if s]
+    yield Table(("", "time", "share"), rows)
+
+
 def _system(summary: Summary) -> Iterator[Part]:
     """What the run ran on, how fast it was, and averages of sensors."""
     known, figures = rows(summary)
@@ -132,7 +146,8 @@ def _system(summary: Summary) -> Iterator[Part]:
         yield Table([cell.replace("\n", ", ") for cell in head], body)
     yield Heading("System")
     # Costs have a table of their own.
-    yield Table((), [row for row in known if row[0] != "costs by name"])
+    apart = "costs by name", "goodput"
+    yield Table((), [row for row in known if row[0] not in apart])
 
 
 def _captured(capture: Mapping[str, Any]) -> Iterator[Part]:

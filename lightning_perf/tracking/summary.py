@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_perf.core import cost, goodput
 from lightning_perf.errors import describe, printable, shown
 from lightning_perf.files import finite, read_json
 from lightning_perf.traces.names import safe
@@ -213,6 +214,9 @@ def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
             figures.append((name, *cells))
     figures += _times([*windows.values()])
     facts = [*_facts(summary, stage, found.get("whole_run") or {})]
+    for name, texts in (("goodput", goodput.texts), ("cost", cost.texts)):
+        if name in summary and (lines := [*texts(summary[name])]):
+            facts.append((name, "\n".join(lines)))
     return facts, figures if len(figures) > 1 else []
 
 

@@ -307,6 +307,7 @@ def await_files(folder: Path, names: set[str]) -> None:
 def whole(folder: Path) -> set[str]:
     """Open every file with a final name in its own reader, and return the names."""
     found = {path for path in folder.rglob("*") if path.is_file() and path.name[0] != "."}
+    found = {path for path in found if path.parent.name != "attempts"}
     for path in found:
         read(path)
     names = {"/".join(path.relative_to(folder).parts[1:]) or path.name for path in found}

@@ -137,7 +137,7 @@ OURS = {".run", "summary.json"}
 def left_in(folder: Path) -> list[Path]:
     """The files of recorders in a folder, without the summary of the run."""
     found = (path for path in folder.rglob("*") if path.is_file() and path.name not in OURS)
-    return sorted(found)
+    return sorted(path for path in found if path.parent.name != "attempts")
 
 
 def trainer(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:

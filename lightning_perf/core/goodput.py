@@ -1,0 +1,179 @@
+"""Goodput: the part of a job's time that went into steps that were kept, over all its attempts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, fields
+from math import inf, sqrt
+from typing import TYPE_CHECKING, Any
+
+from lightning_perf.units import counted, rough
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+#: The status of an attempt that reached the end of its training.
+FINISHED = "finished"
+#: What takes the rest of the time.
+LOSSES = ("restarts", "repeated_steps", "setup", "validation", "checkpoints", "stalls", "other")
+#: Seconds without the end of a batch that are a stall.
+STALLED = 60.0
+#: Losses below this share of the time are not shown, and bring no advice. Other intervals between
+#: checkpoints are advised if they are shorter by this factor.
+_LEAST, _SHORTER = 0.01, 1.5
+#: The goodput of one attempt that took fewer seconds is not shown.
+_SHORT = 600.0
+#: No number of an attempt is larger: seconds since the epoch are the largest ones.
+_MOST = 1e11
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What one process contributed to a job: seconds, up to its last sign of life.
+
+    Training seconds are those of the job: a resumed process continues from its checkpoint's.
+    """
+
+    #: Its name, and that of the job's first attempt.
+    name: str
+    job: str
+    host: str
+    pid: float
+    #: ``"running"``, also if it was killed; or how it ended.
+    status: str
+    #: When the process started, and its last sign of life, since the epoch.
+    began: float
+    seen: float
+    #: From the start of the process to its first batch.
+    setup: float
+    #: Training seconds of the checkpoint, at the first batch, and at the end of the last batch.
+    resumed: float
+    first: float
+    last: float
+    #: Since the end of the last batch, and those of earlier batches that stalled.
+    unfinished: float
+    stalls: float
+    #: Validation without checkpoints, checkpoints, and both as far as they are training seconds.
+    validation: float
+    checkpoints: float
+    in_training: float
+    #: The number of checkpoints.
+    saves: float
+
+
+def attempt_of(content: Any) -> Attempt:
+    """The attempt that the content of a file describes; raises `ValueError` if there is none."""
+    known = content if isinstance(content, dict) else {}
+    values: dict[str, Any] = {each.name: known.get(each.name) for each in fields(Attempt)}
+    for each in fields(Attempt):
+        value = values[each.name]
+        number = each.type == "float" and type(value) in (int, float) and 0 <= value <= _MOST
+        if not (number or (each.type == "str" and isinstance(value, str))):
+            raise ValueError(f"{each.name} is not a plausible value of an attempt")
+    return Attempt(**values)
+
+
+def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
+    """The goodput of a job: the time of steps that were kept, divided by all time.
+
+    Steps after the checkpoint that the next attempt resumes are repeated. After an attempt that
+    finished, no time is counted until the next one begins.
+
+    Args:
+        attempts: At least one, in the order in which they began.
+
+    Returns:
+        The section of ``summary.json``: ``docs/summary.md`` describes it.
+    """
+    losses, kept, whole, interruptions = dict.fromkeys(LOSSES, 0.0), 0.0, 0.0, 0
+    # The training seconds that later attempts have kept, and when the next one began.
+    limit = later = inf
+    for number, each in reversed([*enumerate(attempts)]):
+        ended = max(each.seen, each.began)
+        interrupted = later < inf and each.status != FINISHED
+        gap = max(later - ended, 0.0) if interrupted else 0.0  # clocks of machines differ
+        whole += ended - each.began + gap
+        trained = max(each.last - each.first, 0.0)
+        steps = min(max(min(each.last, limit) - each.first, 0.0), trained)
+        # A checkpoint that is later than the last sign of life, or of attempts that are unknown.
+        unseen = min(max(limit - each.last, 0.0), gap)
+        # Long checkpoints look like stalls.
+        stalls = each.stalls if each.checkpoints < STALLED / 2 * each.saves or not each.saves else 0
+        kept += steps - min(each.in_training + stalls, steps) + unseen
+        losses["restarts"] += gap - unseen
+        losses["restarts" if number else "setup"] += each.setup
+        losses["repeated_steps"] += trained - steps
+        losses["validation"] += each.validation
+        losses["checkpoints"] += each.checkpoints
+        losses["stalls"] += stalls
+        if each.unfinished > STALLED or interrupted:
+            losses["stalls" if each.unfinished > STALLED else "repeated_steps"] += each.unfinished
+        interruptions += interrupted
+        limit, later = min(limit, each.resumed), each.began
+    losses["other"] = max(whole - kept - sum(losses.values()), 0.0)
+    since = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(attempts[0].began))
+    found = {
+        "share": min(kept / whole, 1.0) if whole else 0.0, "since": since, "seconds": whole,
+        "kept_seconds": kept, "attempts": len(attempts), "interruptions": interruptions,
+        "losses": losses,
+    }  # fmt: skip
+    return found | _checkpoints(attempts, interruptions, losses["repeated_steps"] > _LEAST * whole)
+
+
+def _checkpoints(attempts: Sequence[Attempt], interruptions: int, costly: bool) -> dict[str, float]:
+    """The interval between checkpoints, and a better one if repeated steps are ``costly``.
+
+    The best interval is the square root of twice the product of the cost of a checkpoint and the
+    training seconds between interruptions: Young, "A first order approximation to the optimum
+    checkpoint interval", CACM 17 (9), 1974.
+    """
+    trained = sum(max(each.last - each.first, 0.0) for each in attempts)
+    saves, spent = sum(each.saves for each in attempts), sum(each.checkpoints for each in attempts)
+    if not (saves and trained):
+        return {}
+    interval, cost = trained / saves, spent / saves
+    best = sqrt(2 * cost * trained / interruptions) if costly and interruptions else 0.0
+    if not 0 < best < interval / _SHORTER:
+        return {"checkpoint_interval": interval}
+    # On average half an interval is repeated.
+    loss = interruptions * best / 2 + cost * (trained / best - saves)
+    return {"checkpoint_interval": interval, "advised_interval": best, "advised_loss": loss}
+
+
+def called(loss: str) -> str:
+    """The name of a loss in texts."""
+    return loss.replace("_", " ").replace("setup", "set-up")
+
+
+def texts(found: Mapping[str, Any]) -> Iterator[str]:
+    r"""Sentences about a goodput: itself, the largest losses, and advice.
+
+    None for a short training that was not interrupted.
+
+    Example:
+        >>> losses = {"restarts": 960, "repeated_steps": 1140, "other": 9}
+        >>> found = {"share": 0.73, "seconds": 7800, "attempts": 5, "interruptions": 4}
+        >>> print(*texts(found | {"losses": losses, "checkpoint_interval": 1800}), sep="\n")
+        73% of 2.2 h in 5 attempts were steps that were kept
+        lost: repeated steps 19 min (checkpoints come every 30 min), restarts 16 min (4 of 4 min)
+    """
+    whole, losses = found["seconds"], found["losses"]
+    if found["attempts"] < 2 and whole < _SHORT:
+        return
+    attempts = counted(int(found["attempts"]), "attempt")
+    yield f"{found['share']:.0%} of {rough(whole)} in {attempts} were steps that were kept"
+    notes = {}
+    if times := found["interruptions"]:
+        notes["restarts"] = f" ({times} of {rough(losses.get('restarts', 0) / times)})"
+    if every := found.get("checkpoint_interval"):
+        notes["repeated_steps"] = f" (checkpoints come every {rough(every)})"
+    parts = [
+        f"{called(name)} {rough(losses[name])}{notes.get(name, '')}"
+        for name in sorted(losses, key=losses.__getitem__, reverse=True)
+        if losses[name] > _LEAST * whole
+    ]
+    if parts:
+        yield f"lost: {', '.join(parts)}"
+    if best := found.get("advised_interval"):
+        loss = rough(found.get("advised_loss", 0.0))
+        yield f"checkpoints every {rough(best)} would lose about {loss}, their own time included"

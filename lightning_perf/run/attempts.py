@@ -1,0 +1,254 @@
+"""Attempts of a job: each process that trains leaves a file, which later ones read for goodput."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from lightning_perf.core.goodput import FINISHED, STALLED, Attempt, attempt_of, goodput
+from lightning_perf.errors import printable
+from lightning_perf.files import parsed, read_bytes, written_whole
+from lightning_perf.run import compat
+from lightning_perf.run.destination import named_run
+from lightning_perf.traces.names import safe
+from lightning_perf.tracking.summary import RUNNING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from lightning_perf.run.run import Run
+    from lightning_perf.traces.writer import RunFolder
+
+#: The folder of the files, below that of a run. A file is named after the attempt: when its
+#: training began (UTC), and its process id. The job is named after its first attempt.
+FOLDER = "attempts"
+_FILE = re.compile(r"\d{8}-\d{6}\.\d{3}-\d{1,10}\.json")
+#: Attempts of a job that are kept, and bytes of a file that is read.
+MOST, _MOST_BYTES = 100, 1 << 16
+#: Seconds until the first sign of life, and between two.
+FIRST, INTERVAL = 1.0, 5.0
+#: Checkpoints that a file lists, the latest ones.
+_MOST_CHECKPOINTS = 20
+#: What a file says of the cluster.
+_LABELS = ("SLURM_JOB_ID", *compat.RESTARTS)
+#: The process whose first training has begun.
+_trained = 0
+
+
+class AttemptLog:
+    """Keeps the file of this attempt up to date on rank 0, from the first batch of a fit on.
+
+    Nothing runs per batch: the thread that makes files reads the counts at each sign of life.
+    """
+
+    def __init__(self) -> None:
+        self._made = time.time()  # noqa: TID251 (as other machines have it)
+        #: Training seconds of the checkpoint that is resumed.
+        self.resumed = 0.0
+        # Earlier attempts of this job; and what stays the same of this one.
+        self._earlier: list[Attempt] = []
+        self._same: dict[str, Any] = {}
+        # The folder of the files: that of another run, or of this one once that has files.
+        self._folder: Path | None = None
+        self._run_folder: RunFolder
+        self._first_step, self._validated = 0, 0.0
+        # This attempt, at its end.
+        self._ended: Attempt | None = None
+        # Seconds of checkpoints: in validation, and all.
+        self._checkpoints = 0.0, 0.0
+        # The step and the training seconds of checkpoints, and their number.
+        self._saved: deque[tuple[int, float]] = deque(maxlen=_MOST_CHECKPOINTS)
+        self._saves = 0
+        # Seconds of stalls that are over; the current batch, and how long it has stalled.
+        self._stalls, self._batch, self._stalled = 0.0, 0, 0.0
+
+    # -- on the training thread -------------------------------------------------------------------
+
+    def begin(self, run: Run) -> None:
+        """The batches of an epoch begin; the first one begins the attempt."""
+        global _trained
+        root, trainer = run.reporting.root(None), run.trainer
+        local = not root.discards and root.mirror is None
+        if self._same or run.ranks.global_rank != 0 or trainer.state.fn != "fit" or not local:
+            return
+        from lightning_perf.system.host import started  # psutil takes milliseconds to import
+
+        now, pid = time.time(), os.getpid()  # noqa: TID251
+        # A notebook may be open for days.
+        alone = _trained != pid and not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
+        began, _trained = started(pid) if alone else self._made, pid
+        counters = run.progress.stages["train"]
+        moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+        name = f"{moment}.{int(now * 1000) % 1000:03d}-{pid}"
+        self._same = {
+            "name": name, "job": name, "host": platform.node(), "pid": pid, "began": began,
+            "setup": max(now - began, 0.0), "resumed": self.resumed, "first": counters.total_wct,
+        }  # fmt: skip
+        self._first_step, self._validated = counters.step, run.progress.validation_seconds
+        self._run_folder = run.reporting.run_folder(named_run())
+        self._continue_job(run, root.path)
+        self._note_job(run)
+        run.file_worker.submit(partial(_beat, weakref.ref(run)), "the attempt", FIRST)
+
+    def _continue_job(self, run: Run, root: Path) -> None:
+        """Find the earlier attempts of this job.
+
+        A run that the user has named continues what has its name. Otherwise a checkpoint belongs
+        to the job that wrote it, if that is below the same ``default_root_dir``: elsewhere, such as
+        for fine-tuning, it begins a new job. Without one, the same run of MLflow, and a process
+        that a cluster has restarted, continue what is in their own folder.
+        """
+        named, saved = named_run(), run.progress.saved_job
+        run.progress.saved_job = {}
+        places: dict[Path, str | None] = {}
+        folder, job = str(saved.get("folder")), str(saved.get("job"))
+        if not named and safe(folder) == folder:
+            places[root / folder / FOLDER] = job
+        # In MLflow, the folder is of one run id.
+        if named or run.reporting.tags is not None or compat.resumes(run.trainer):
+            places.setdefault(self._run_folder.folder / FOLDER, None)
+        for place, wanted in places.items():
+            if not (found := _read(place, wanted)):
+                continue
+            last = found[-1]
+            if (last.status == FINISHED and not self.resumed) or _lives(last):
+                continue
+            self._folder, self._same["job"] = place, last.job
+            self._earlier = [each for each in found if each.job == last.job]
+            number, where = len(self._earlier) + 1, place.parent
+            compat.rank_zero_info(
+                f"lightning_perf: this is attempt {number} of the run in {where}."
+            )
+            return
+
+    def _note_job(self, run: Run) -> None:
+        """Checkpoints name the job."""
+        folder = self._folder or self._run_folder.folder / FOLDER
+        run.progress.job = {"folder": folder.parent.name, "job": self._same["job"]}
+
+    def save(self, run: Run) -> None:
+        """A checkpoint takes the state of a callback: each of them calls this."""
+        counters = run.progress.stages["train"]
+        now = counters.step, counters.total_wct
+        if self._same and [*self._saved][-1:] != [now]:
+            self._saved.append(now)
+            self._saves += 1
+
+    # -- on any thread ----------------------------------------------------------------------------
+
+    def goodput(self, run: Run, status: str, timings: Mapping[str, float]) -> dict[str, Any]:
+        """The goodput of the job so far, and write the file; empty if no training has begun.
+
+        ``timings`` are the seconds of the training by category, if they are measured.
+        """
+        if not self._same or self._ended is not None:  # the last live summary comes after the end
+            return {}
+        if spent := timings.get("checkpoint", 0.0):
+            # Those that validation writes are part of it, and no training seconds.
+            evaluation = run.progress.validation_seconds - self._validated
+            self._checkpoints = min(max(evaluation - timings["validation"], 0.0), spent), spent
+        own = self._attempt(run, status)
+        if status != RUNNING:
+            self._ended = own
+        run.file_worker.submit(partial(self._write, run, own), "the attempt")
+        return goodput([*self._earlier, own])
+
+    def _attempt(self, run: Run, status: str) -> Attempt:
+        counters = run.progress.stages["train"]
+        training = status != FINISHED and run.stage == "train"
+        evaluation = run.progress.validation_seconds - self._validated
+        within, checkpoints = self._checkpoints
+        return Attempt(
+            **self._same, status=status, seen=time.time(),  # noqa: TID251
+            last=counters.total_wct, stalls=self._stalls,
+            unfinished=max(perf_counter() - counters.mark, 0.0) if training else 0.0,
+            validation=max(evaluation - within, 0.0), checkpoints=checkpoints,
+            in_training=checkpoints - within, saves=self._saves,
+        )  # fmt: skip
+
+    # -- on the thread that makes files -----------------------------------------------------------
+
+    def beat(self, run: Run) -> None:
+        """Give a sign of life, and the next one after some seconds."""
+        if self._ended is not None:
+            return
+        began, batch = perf_counter(), run.progress.stages["train"].batch
+        own = self._attempt(run, RUNNING)
+        if batch != self._batch:
+            self._stalls += self._stalled
+        self._batch, self._stalled = batch, own.unfinished if own.unfinished > STALLED else 0.0
+        with suppress(Exception):  # the end of the run tries again
+            self._write(run, own)
+        # On a slow file system, the file takes at most 1 % of the time.
+        pause = INTERVAL * max(1.0, 20 * (perf_counter() - began))
+        run.file_worker.submit(partial(_beat, weakref.ref(run)), "the attempt", pause)
+
+    def _write(self, run: Run, own: Attempt) -> None:
+        if not run.leaves_files or self._ended not in (None, own):
+            return
+        if self._folder is None:
+            self._folder = self._run_folder.claim() / FOLDER
+            self._note_job(run)
+        path = self._folder / f"{own.name}.json"
+        if not path.exists():
+            others = [name for name in _names(self._folder) if name != f"{own.job}.json"]
+            for name in others[: max(len(others) + 2 - MOST, 0)]:
+                (self._folder / name).unlink(missing_ok=True)
+        content = asdict(own) | {
+            "steps": [self._first_step, run.progress.stages["train"].step],
+            "latest_checkpoints": [*self._saved],
+            "labels": {key: printable(os.environ[key]) for key in _LABELS if key in os.environ},
+        }
+        with written_whole(path, durable=False) as file:
+            file.write(json.dumps(content).encode())
+
+
+def _beat(reference: weakref.ref[Run]) -> None:
+    if (run := reference()) is not None:
+        run.attempt.beat(run)
+
+
+def _names(folder: Path) -> list[str]:
+    """The names of files of attempts, in the order in which these began."""
+    with suppress(OSError):  # there is no folder
+        return sorted(each.name for each in folder.iterdir() if _FILE.fullmatch(each.name))
+    return []
+
+
+def _read(folder: Path, job: str | None) -> list[Attempt]:
+    """The attempts of a job, or of all, in the order in which they began; empty without its first.
+
+    Of many files, that of the first attempt and the latest ones.
+    """
+    names, first = _names(folder), f"{job}.json"
+    if job is not None and first not in names:
+        return []
+    found = []
+    for name in [*([first] if first in names[:-MOST] else ()), *names[-MOST:]]:
+        with suppress(OSError, ValueError):  # not one of ours
+            attempt = attempt_of(parsed(read_bytes(folder / name, _MOST_BYTES)))
+            if f"{attempt.name}.json" == name and job in (None, attempt.job):
+                found.append(attempt)
+    return found
+
+
+def _lives(attempt: Attempt) -> bool:
+    """Whether the process of an attempt still trains, as far as this machine can tell."""
+    elsewhere = attempt.pid == os.getpid() or attempt.host != platform.node()
+    if attempt.status != RUNNING or elsewhere:
+        return False
+    from lightning_perf.system.host import lives
+
+    return lives(int(attempt.pid), attempt.seen)
