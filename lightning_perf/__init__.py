@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_perf.callbacks.diagnosis import Diagnosis as Diagnosis
     from lightning_perf.callbacks.flops import Flops as Flops
+    from lightning_perf.callbacks.hang import Hang as Hang
     from lightning_perf.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from lightning_perf.callbacks.suite import Suite as Suite
     from lightning_perf.callbacks.suite import always_on as always_on
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "callbacks.diagnosis": ["Diagnosis"],
     "callbacks.flops": ["Flops"],
+    "callbacks.hang": ["Hang"],
     "callbacks.speed_monitor": ["SpeedMonitor"],
     "callbacks.suite": ["Suite", "always_on"],
     "callbacks.system_metrics": ["SystemMetrics"],

@@ -232,6 +232,8 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
     setup = summary.get("setup", {})
     if summary["status"] != "finished":
         yield "status", summary["status"]
+    if hangs := summary.get("hangs"):
+        yield "hangs", "\n".join(each["text"] for each in hangs)
     if stage != "train":
         yield "stage", stage
     if "device" in setup:
