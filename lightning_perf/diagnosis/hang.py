@@ -189,14 +189,22 @@ def ranks_text(states: Sequence[RankState]) -> str:
 
 def report(hang: Mapping[str, Any], states: Sequence[RankState]) -> str:
     """The report of a hang as Markdown; ``hang`` is its entry in `summary.json`."""
-    lines = ["# The training hangs" if "ended" not in hang else "# The training stood", ""]
-    lines += [f"**{hang['text']}.**", ""]
-    lines += [f"Without progress since {hang['began']}, at batch {hang['batch']:,} of {hang['stage']}."]
-    lines += [f"It went on at {hang['ended']}, after {hang['seconds']:,.0f} s."] * ("ended" in hang)
-    lines += ["", "| rank | where | since | line | workers | process |", "|---|---|---|---|---|---|"]
-    lines += [f"| {' | '.join(_cell(each) for each in _row(state))} |" for state in states]
-    lines += ["", "Stacks of all threads, and of data loader workers: `rank{N}.stacks.txt` beside this file."]
-    return "\n".join([*lines, ""])
+    ended = hang.get("ended", "")
+    went_on = f"; it went on at {ended}, after {hang['seconds']:,.0f} s" if ended else ""
+    return "\n".join([
+        "# The training stood" if ended else "# The training hangs",
+        "",
+        f"**{_cell(str(hang['text']))}.**",
+        "",
+        f"Without progress since {hang['began']}, at batch {hang['batch']:,}{went_on}.",
+        "",
+        "| rank | where | since | line | workers | process |",
+        "|---|---|---|---|---|---|",
+        *(f"| {' | '.join(map(_cell, _row(state)))} |" for state in states),
+        "",
+        "`rank{N}.stacks.txt` beside this file has the stacks of all threads and child processes.",
+        "",
+    ])  # fmt: skip
 
 
 def _row(state: RankState) -> Iterator[str]:

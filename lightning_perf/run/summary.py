@@ -106,7 +106,8 @@ def end_summary(context: Run, callbacks: Sequence[Any], reason: str) -> RunSumma
 def hang_summary(context: Run) -> None:
     """Write the summary so far and its page: while a training hangs, no report does."""
     if context.ranks.global_rank == 0:
-        RunSummary(context, RUNNING, _windows(context), _sections(context)).write()
+        windows = _windows(context, now=False)
+        RunSummary(context, RUNNING, windows, _sections(context)).write()
 
 
 def _sections(context: Run) -> dict[str, Any]:
@@ -116,9 +117,9 @@ def _sections(context: Run) -> dict[str, Any]:
     return {"verdicts": verdicts} | ({"hangs": hangs} if hangs else {})
 
 
-def _windows(context: Run) -> _Windows:
-    """The windows of each stage, up to now; on the training thread."""
-    return {stage: context.windows.summary_windows(stage) for stage in STAGES}
+def _windows(context: Run, now: bool = True) -> _Windows:
+    """The windows of each stage, up to ``now`` on the training thread, or to the last report."""
+    return {stage: context.windows.summary_windows(stage, now) for stage in STAGES}
 
 
 class LiveSummary:

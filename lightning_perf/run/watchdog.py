@@ -105,6 +105,7 @@ class Watchdog:
                     _abort(run)
                 del run
         except Exception as error:  # never a training's
+            import traceback; traceback.print_exc()
             warn(f"hangs are no longer watched for ({describe(error)}).")
         finally:
             self._ready.set()
@@ -149,7 +150,7 @@ class _Watch:
         if gap > self._limit(run) and self._position is not None:
             self._was_frozen(run, pause)
         if position != self._position:
-            if pause > self._after / 2:
+            if any(self._phase):
                 self._longest[self._phase] = max(pause, self._longest.get(self._phase, 0.0))
             if self._entry is not None:
                 self._went_on(run, pause)
@@ -158,6 +159,7 @@ class _Watch:
                 recent.append(counters.last_seconds)
             self._position, self._moved, self._patience = position, now, 1.0
             self._state, self._decides, self.reported, pause = None, inf, False, 0.0
+            self._phase = ("", "")  # known once it lasts
         limit = self._after
         if pause > self._after / 2:
             self._phase = stages.stage, self._clock.running.category
