@@ -69,7 +69,7 @@ class Hang(PerfCallback):
     def close(self, context: Run, reason: str) -> None:
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
-            watchdog.close()
+            watchdog.close(context.trainer)
 
     @override
     def summary_sections(self) -> Mapping[str, Any]:

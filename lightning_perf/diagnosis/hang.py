@@ -1,17 +1,17 @@
-"""Who makes a training hang: from what each rank does, which rank the others wait for, and where."""
+"""Who makes a training hang: which rank the others wait for, and where, from what each does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self
 
 from lightning_perf.charts import Finding, Heading, Part
 from lightning_perf.errors import printable
+from lightning_perf.timing.totals import CATEGORIES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 #: Characters of a text in a state, and workers, that are kept: another process has written it.
 _LONGEST, _MOST_WORKERS = 300, 100
@@ -60,10 +60,11 @@ class RankState:
         values: dict[str, Any] = {}
         for each in fields(cls):
             value = content[each.name]
-            if each.name == "workers":
-                values["workers"] = tuple(_text(each) for each in value[:_MOST_WORKERS])
+            default: Any = 0 if each.name == "rank" else each.default
+            if isinstance(default, tuple):
+                values[each.name] = tuple(_text(each) for each in value[:_MOST_WORKERS])
             else:
-                kind = int if each.name == "rank" else type(each.default)
+                kind: Any = type(default)
                 values[each.name] = _text(value) if kind is str else kind(value)
         return cls(**values)
 
@@ -83,10 +84,8 @@ class RankState:
 
 
 #: Spans in which a rank waits for others, by their names in `run/spans.py`.
-_WAITS = (
-    "DistributedDataParallel.gradients", "DistributedDataParallel.buffers",
-    "Trainer.broadcast_sigterm",
-)  # fmt: skip
+_START = "Trainer.broadcast_sigterm"
+_WAITS = ("DistributedDataParallel.gradients", "DistributedDataParallel.buffers", _START)
 #: Categories whose spans are named.
 _NAMED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 
@@ -110,8 +109,14 @@ def culprits(states: Sequence[RankState]) -> list[RankState]:
     if len(groups) == 1:
         return [*states]
     if not free:
-        return max(groups.values(), key=lambda group: (group[0].batch, -_longest(group)))
+        return max(groups.values(), key=lambda group: _order(group[0]))
     return min(groups.values(), key=lambda group: (len(group), -_longest(group)))
+
+
+def _order(state: RankState) -> tuple[int, int]:
+    """How far a rank has come in its training."""
+    begins = state.name == _START or state.category not in CATEGORIES
+    return state.batch, -1 if begins else CATEGORIES.index(state.category)
 
 
 def _longest(states: Iterable[RankState]) -> float:
@@ -134,8 +139,9 @@ def sentence(states: Sequence[RankState]) -> str:
     for group in _alike(others):
         verb = "waits" if len(group) == 1 else "wait"
         parts.append(f"{ranks_text(group)} {verb} for {it} in {group[0].phase}{_where(group[0])}")
-    if len(found) == len(states) > 1 and all(each.waits for each in found):
-        parts.append("all ranks are in the same collective")
+    if len(states) > 1 and all(each.waits for each in states):
+        ahead = f"{ranks_text(found)} did not join a collective of the others"
+        parts.append(ahead if others else "all ranks are in the same collective")
     return "; ".join(parts)
 
 
@@ -145,14 +151,17 @@ def _culprit(group: Sequence[RankState], ranks: int) -> str:
     if first.missing and not first.category:
         return f"{name} {first.missing}"
     missing = f" and {first.missing}" if first.missing else ""
-    return f"{name} {have} been in {first.phase}{_where(first)} for {_longest(group):,.0f} s{missing}"
+    return (
+        f"{name} {have} been in {first.phase}{_where(first)} for {_longest(group):,.0f} s{missing}"
+    )
 
 
 def _where(state: RankState) -> str:
     """The worker, or the line, that a rank waits in."""
     if state.category == "dataloader_next" and state.workers:
         return f" ({state.workers[0]})"
-    return f" ({state.place})" if state.place else ""
+    inside = ", ".join(filter(None, (state.collective, state.place)))
+    return f" ({inside})" if inside else ""
 
 
 def _alike(states: Sequence[RankState]) -> Iterator[list[RankState]]:
@@ -174,7 +183,7 @@ def ranks_text(states: Sequence[RankState]) -> str:
         >>> ranks_text([RankState(rank) for rank in (0, 1, 2, 5)])
         'ranks 0 to 2 and 5'
     """
-    runs = []
+    runs = list[str]()
     for _, group in groupby(enumerate(sorted(each.rank for each in states)), lambda p: p[1] - p[0]):
         numbers = [number for _, number in group]
         ends = [str(numbers[0]), str(numbers[-1])]
@@ -209,8 +218,8 @@ def report(hang: Mapping[str, Any], states: Sequence[RankState]) -> str:
 
 def _row(state: RankState) -> Iterator[str]:
     yield str(state.rank)
-    yield state.missing or (f"{state.phase}, {state.collective}" if state.collective else state.phase)
-    yield f"{state.seconds:,.0f} s"
+    yield state.missing or ", ".join(filter(None, (state.phase, state.collective)))
+    yield f"{state.seconds:,.0f} s" if state.seconds else ""
     yield state.place
     yield "; ".join(state.workers)
     yield f"{state.pid} on {state.host}" if state.pid else ""

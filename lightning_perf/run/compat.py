@@ -417,7 +417,8 @@ def _first_loader(loop: Any) -> Any:
 def loader_workers(trainer: Trainer) -> dict[int, str]:
     """The process ids of data loader workers, with their names; those that are found."""
     found = {}
-    for loop in (getattr(trainer, "fit_loop", None), *(each[0] for each in evaluation_loops(trainer))):
+    loops = [getattr(trainer, "fit_loop", None), *(loop for loop, *_ in evaluation_loops(trainer))]
+    for loop in loops:
         iterator = getattr(getattr(loop, "_combined_loader", None), "_iterator", None)
         for loader in getattr(iterator, "iterators", ()):
             for number, worker in enumerate(getattr(loader, "_workers", ())):

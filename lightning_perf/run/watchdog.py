@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from statistics import median_high
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -28,16 +27,21 @@ from lightning_perf.system.stacks import (
     collective_in,
     compiles,
     dump_of,
+    hold_signal,
     is_debugged,
     is_worker,
     main_thread,
     native_stacks,
+    release_signal,
     threads_in,
     users_frame,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from lightning.pytorch import Trainer
 
     from lightning_perf.run.run import Run
     from lightning_perf.system.stacks import Frame
@@ -83,19 +87,23 @@ class Watchdog:
         self._run, self._clock = weakref.ref(run), run.require_times().clock
         self._after, self._abort, self._hangs = after, abort, hangs
         self._poll = min(_POLL, after / 10)
+        self._signal = hold_signal()
         self._stop, self._ready = Event(), Event()
         self._thread = Thread(target=self._loop, name="lightning_perf watchdog", daemon=True)
         self._thread.start()
         self._ready.wait(_POLL)  # the children that the training forks have the handler
 
-    def close(self) -> None:
+    def close(self, trainer: Trainer) -> None:
         """Stop; may be called more than once."""
         self._stop.set()
         self._thread.join(_POLL)
+        if not self._thread.is_alive():  # otherwise a signal may still come
+            compat.handlers_before(trainer).pop(self._signal, None)
+            release_signal(self._signal)
 
     def _loop(self) -> None:
         sys.setprofile(None)  # as in `Worker`
-        stacks = Stacks()
+        stacks = Stacks(self._signal)
         try:
             watch = _Watch(stacks, self._clock, self._after, self._poll, self._hangs)
             self._ready.set()
@@ -104,8 +112,9 @@ class Watchdog:
                 if self._abort and watch.reported:
                     _abort(run)
                 del run
-        except Exception as error:  # never a training's
-            import traceback; traceback.print_exc()
+            if (run := self._run()) is not None:
+                watch.clean(run)
+        except Exception as error:  # never a training
             warn(f"hangs are no longer watched for ({describe(error)}).")
         finally:
             self._ready.set()
@@ -124,7 +133,7 @@ class _Watch:
         self.reported = False
         self._position: object = None
         self._moved = self._looked = time.monotonic()
-        # The stage and the category of the present pause.
+        # The stage and the category of the present pause, once it is long.
         self._phase = ("", "")
         # Seconds of the last batches by stage, and the longest pause of each phase.
         self._batches: dict[str, deque[float]] = {}
@@ -139,33 +148,26 @@ class _Watch:
         # The entry of the present hang, and the states that it is about.
         self._entry: dict[str, Any] | None = None
         self._states: Sequence[RankState] = ()
+        self._written: set[Path] = set()
 
     def look(self, run: Run) -> None:
         """Compare with the last look, and report a hang."""
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
-        stages, counters = run.stages, run.stages.counters
-        position = stages.stage, counters.batch, self._clock.latest
+        position = run.stage, run.counters.batch, self._clock.latest
         pause = now - self._moved
-        if gap > self._limit(run) and self._position is not None:
+        if gap > self._after and gap > self._limit(run) and self._position is not None:
             self._was_frozen(run, pause)
         if position != self._position:
-            if any(self._phase):
-                self._longest[self._phase] = max(pause, self._longest.get(self._phase, 0.0))
-            if self._entry is not None:
-                self._went_on(run, pause)
-            if counters.last_seconds:
-                recent = self._batches.setdefault(stages.stage, deque(maxlen=_HISTORY))
-                recent.append(counters.last_seconds)
-            self._position, self._moved, self._patience = position, now, 1.0
-            self._state, self._decides, self.reported, pause = None, inf, False, 0.0
-            self._phase = ("", "")  # known once it lasts
+            self._position = position
+            self._progress(run, now, pause)
+            pause = 0.0
         limit = self._after
         if pause > self._after / 2:
-            self._phase = stages.stage, self._clock.running.category
+            self._phase = run.stage, self._clock.running.category
             limit = self._limit(run)
         if run.ranks.world_size > 1:
-            self._answer(run, pause, limit)
+            self._answer(run, pause, limit * self._patience)
         if self._state is None and pause > limit * self._patience:
             self._suspect(run, pause)
         if self._decides < inf:
@@ -175,6 +177,25 @@ class _Watch:
             self._text = ""
         self._stacks.arm(limit + self._poll)
 
+    def _progress(self, run: Run, now: float, pause: float) -> None:
+        """Something ended after a pause, which may have been a hang."""
+        if any(self._phase):
+            self._longest[self._phase] = max(pause, self._longest.get(self._phase, 0.0))
+        if self._entry is not None:
+            self._went_on(run, pause)
+        if seconds := run.counters.last_seconds:
+            self._batches.setdefault(run.stage, deque(maxlen=_HISTORY)).append(seconds)
+        self._moved, self._patience, self._phase = now, 1.0, ("", "")
+        self._state, self._decides, self.reported = None, inf, False
+
+    def clean(self, run: Run) -> None:
+        """Remove what this rank has written if there is no report: other ranks made progress."""
+        if self._written and not self._time_of(run, REPORT):
+            for path in self._written:
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # other ranks have files there
+                _folder(run).rmdir()
+
     def _limit(self, run: Run) -> float:
         """Seconds that the present phase may last without a sign of life."""
         stages = run.stages
@@ -183,6 +204,7 @@ class _Watch:
             or stages.ended
             or self._phase[1] == "checkpoint"
             or self._clock.running.name in _SLOW
+            or _is_rare(self._clock.running.name)
             or compiles(self._frames(self._stacks.own()))
         )
         batches = self._batches.get(stages.stage)
@@ -282,8 +304,10 @@ class _Watch:
             return
         if self._state is not None:
             self._state = replace(self._state, seconds=pause)
-        moves = self._describe(run, (), pause, moves=pause <= limit, complete=True)
-        self._write_state(run, self._state or moves)
+            self._write_state(run, self._state)
+        elif pause <= limit:  # otherwise its state follows
+            state = self._describe(run, (), pause, moves=True, complete=True)
+            self._write_state(run, state)
 
     def _decide(self, run: Run) -> None:
         """Report if no rank makes progress; the first rank that has none does it."""
@@ -358,7 +382,9 @@ class _Watch:
         self._entry |= {"seconds": round(pause, 1), "ended": _clock_time(0.0)}
         self._publish(run)
         self._entry = None
-        compat.rank_zero_info(f"lightning_perf: training goes on after it stood for {pause:,.0f} s.")
+        compat.rank_zero_info(
+            f"lightning_perf: training goes on after it stood for {pause:,.0f} s."
+        )
 
     def _write_state(self, run: Run, state: RankState) -> None:
         text = json.dumps(finite(state.as_dict()))
@@ -391,6 +417,7 @@ class _Watch:
                 "files of a hang were not written", f"{path} was not written ({describe(error)})."
             )
             return None
+        self._written.add(path)
         return path
 
     def _save(self, run: Run, name: str, text: str) -> Path | None:
@@ -410,6 +437,12 @@ def _folder(run: Run) -> Path:
 
 def _clock_time(ago: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - ago))  # noqa: TID251
+
+
+def _is_rare(name: str) -> bool:
+    """Whether an action is a hook that is not called per batch, such as ``on_train_epoch_end``."""
+    hook = name.rpartition(".")[2]
+    return hook.startswith("on_") and "batch" not in hook
 
 
 def _stacks_of(rank: int) -> str:

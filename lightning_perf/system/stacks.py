@@ -39,17 +39,17 @@ class Stacks:
 
     On Linux, this process and the children that it forks write their stacks to a file in memory
     when they get a real-time signal that nobody uses. The kernel sends it, too, if the thread that
-    has constructed this does not `arm` it again in time. That thread takes the signal: it interrupts
-    no system call of the training. Elsewhere, `own` works alone.
+    has constructed this does not `arm` it again in time. That thread takes the signal, which
+    interrupts no system call of the training. Elsewhere, `own` works alone.
+
+    Args:
+        number: The signal, as `hold_signal` returns it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         self._number, self._file, self._start = 0, -1, 0
         self._timer: _Timer | None = None
         with suppress(Exception):  # not Linux, or no signal is free
-            handled = _handled(os.getpid(), "SigCgt", "SigIgn", "SigBlk")
-            free = range(signal.SIGRTMAX - 4, signal.SIGRTMIN, -1)
-            number = next(each for each in free if not handled >> (each - 1) & 1)
             thread = threading.get_native_id()
             self._file = os.memfd_create(f"lightning_perf:stacks:{number}:{thread}")
             faulthandler.register(number, file=self._file, all_threads=True)
@@ -98,6 +98,34 @@ class Stacks:
             with suppress(OSError):  # a forked child has closed all files
                 os.close(self._file)
             self._file = -1
+
+
+def hold_signal() -> int:
+    """Reserve a real-time signal that nothing handles, so that it ends no process; 0 without one.
+
+    Each Trainer of Lightning, at its end, sets all signals to what Python knew of them at its
+    start, and so would let one of ours end the process if Python did not know a handler.
+    """
+    try:
+        handled = _handled(os.getpid(), "SigCgt", "SigIgn", "SigBlk")
+        free = range(signal.SIGRTMAX - 4, signal.SIGRTMIN, -1)
+        number = next(each for each in free if not handled >> (each - 1) & 1)
+    except Exception:  # not Linux, or all are in use
+        return 0
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(number, _ignore)
+    return number
+
+
+def release_signal(number: int) -> None:
+    """Undo `hold_signal`."""
+    on_main = threading.current_thread() is threading.main_thread()
+    if number and on_main and signal.getsignal(number) is _ignore:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _ignore(*_: object) -> None:
+    """Handles a signal in place of faulthandler."""
 
 
 class _Event(ctypes.Structure):
@@ -233,13 +261,14 @@ class Dump(NamedTuple):
     text: str
 
 
-def dump_of(pid: int) -> Dump:
-    """The stacks of another process: what it writes itself, or py-spy finds."""
+def dump_of(pid: int, native: bool = False) -> Dump:
+    """The stacks of another process: what it writes itself, or else py-spy finds; or both."""
     state, text = state_of(pid), ""
     if state not in ("stopped", "gone", "zombie"):
         with suppress(LookupError, TimeoutError):
             text = stacks_of(pid)
-        text = text or native_stacks(pid)
+        if native or not text:
+            text += native_stacks(pid)
     return Dump(pid, state, text)
 
 
@@ -281,12 +310,12 @@ _COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/")
 
 
 def threads_in(text: str) -> Iterator[tuple[int, list[Frame]]]:
-    """The threads in a text of stacks, each with its frames, the innermost first.
+    r"""The threads in a text of stacks, each with its frames, the innermost first.
 
     The main thread is the last one.
 
     Example:
-        >>> text = 'Thread 0x00ff (most recent call first):\\n  File "a.py", line 3 in wait\\n'
+        >>> text = 'Thread 0x00ff (most recent call first):\n  File "a.py", line 3 in wait\n'
         >>> list(threads_in(text))
         [(255, [Frame(file='a.py', line=3, function='wait')])]
     """

@@ -212,7 +212,8 @@ def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
             cells = ("" if each is None else _rate(summary, key, each) for each in values)
             figures.append((name, *cells))
     figures += _times([*windows.values()])
-    facts = [*_facts(summary, stage, found.get("whole_run") or {})]
+    facts = [("hang", each["text"]) for each in summary.get("hangs", ())]
+    facts += _facts(summary, stage, found.get("whole_run") or {})
     return facts, figures if len(figures) > 1 else []
 
 
@@ -232,8 +233,6 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
     setup = summary.get("setup", {})
     if summary["status"] != "finished":
         yield "status", summary["status"]
-    if hangs := summary.get("hangs"):
-        yield "hangs", "\n".join(each["text"] for each in hangs)
     if stage != "train":
         yield "stage", stage
     if "device" in setup:
