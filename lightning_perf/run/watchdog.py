@@ -227,7 +227,7 @@ class _Watch:
         if is_debugged(frames):
             return
         alone = run.ranks.world_size == 1
-        self._state = self._describe(run, frames, pause)
+        self._state = replace(self._describe(run, frames, pause), complete=False)
         if not alone:
             self._ask(run)
         self._text = f"rank {run.ranks.global_rank}, process {os.getpid()}\n{own}\n"
@@ -257,7 +257,7 @@ class _Watch:
                 yield f"{role} waits in {frame.place}"
 
     def _describe(
-        self, run: Run, frames: Sequence[Frame], pause: float, **others: Any
+        self, run: Run, frames: Sequence[Frame], pause: float, *, moves: bool = False
     ) -> RankState:
         action, frame = self._clock.running, users_frame(frames)
         return RankState(
@@ -269,16 +269,18 @@ class _Watch:
             seconds=pause,
             place="" if frame is None else frame.place,
             collective=collective_in(frames),
-            **{"complete": False, "host": platform.node(), "pid": os.getpid()} | others,
+            moves=moves,
+            host=platform.node(),
+            pid=os.getpid(),
         )
 
     def _was_frozen(self, run: Run, pause: float) -> None:
         """No Python ran for long: C code held the GIL, or the process was stopped."""
         text = self._stacks.late()
         if run.ranks.global_rank == 0 and self._entry is None:
-            state = self._describe(run, self._frames(text), pause, complete=True, missing=_FROZEN)
             self._save(run, _stacks_of(0), text)
-            self._report(run, [state])
+            state = self._describe(run, self._frames(text), pause)
+            self._report(run, [replace(state, missing=_FROZEN)])
 
     # -- all ranks --------------------------------------------------------------------------------
 
@@ -306,8 +308,7 @@ class _Watch:
             self._state = replace(self._state, seconds=pause)
             self._write_state(run, self._state)
         elif pause <= limit:  # otherwise its state follows
-            state = self._describe(run, (), pause, moves=True, complete=True)
-            self._write_state(run, state)
+            self._write_state(run, self._describe(run, (), pause, moves=True))
 
     def _decide(self, run: Run) -> None:
         """Report if no rank makes progress; the first rank that has none does it."""
@@ -324,9 +325,8 @@ class _Watch:
             return
         self._decides, states, unknown = inf, list[RankState](), False
         for rank, state in enumerate(found):
-            missing = None if state is not None else self._missing(run, rank)
-            states.append(state or missing)
-            unknown |= missing is not None and missing.moves
+            states.append(state or self._missing(run, rank))
+            unknown |= state is None and states[-1].moves
         pause = time.monotonic() - self._moved
         if any(e.moves for e in found if e) or (unknown and pause < _LONGER * self._after):
             self._patience, self._state = 2 * self._patience, None

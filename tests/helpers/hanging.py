@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,8 @@ def line(marker: str) -> str:
 
 
 def fit(
-    folder: Path, module: Small, samples: Samples | None = None, workers: int = 0, after: str = "1s",
-    action: str = "report", **options: Any,
+    folder: Path, module: Small, samples: Samples | None = None, workers: int = 0,
+    after: str = "1s", action: str = "report", **options: Any,
 ) -> None:  # fmt: skip
     """Train with a small limit."""
     suite = Suite([Timings(), Hang(after, action)])
@@ -125,15 +125,16 @@ def training(folder: Path, *args: Any, **options: Any) -> Iterator[Any]:
     try:
         yield process
     finally:
-        for line in (folder / "group").read_text().split():
-            os.killpg(int(line), signal.SIGKILL)
+        with suppress(ProcessLookupError):  # they have ended
+            os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
 
 
 def _train(folder: Path, args: Any, options: Any) -> None:
     os.setsid()
-    (folder / "group").write_text(str(os.getpid()))
     with (folder / "output").open("w", buffering=1) as sys.stderr:
         sys.stdout = sys.stderr
         warnings.simplefilter("default")
+        # pytest keeps warnings otherwise.
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
         fit(folder, *args, **options)
