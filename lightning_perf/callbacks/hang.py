@@ -42,6 +42,8 @@ class Hang(PerfCallback):
         >>> trainer = L.Trainer(callbacks=[Hang(after="5m")], logger=False)
     """
 
+    has_hooks = False
+
     def __init__(self, after: Time | str = "120s", action: str = "report") -> None:
         super().__init__()
         self.after = after
