@@ -127,10 +127,10 @@ def sentence(states: Sequence[RankState]) -> str:
     """Which rank is where, since when, and which ranks wait for it.
 
     Example:
-        >>> loads = RankState(0, stage="train", category="dataloader_next", seconds=312.0)
+        >>> loads = RankState(0, stage="train", category="dataloader_next", seconds=31.0)
         >>> waits = RankState(1, stage="train", category="reduce_metrics", name="compute")
         >>> sentence([loads, waits])
-        'rank 0 has been in dataloader_next for 312 s; rank 1 waits for it in reduce_metrics compute'
+        'rank 0 has been in dataloader_next for 31 s; rank 1 waits for it in reduce_metrics compute'
     """
     found = culprits(states)
     others = [each for each in states if each not in found]
