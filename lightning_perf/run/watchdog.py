@@ -189,7 +189,10 @@ class _Watch:
         self._state, self._decides, self.reported = None, inf, False
 
     def clean(self, run: Run) -> None:
-        """Remove what this rank has written if there is no report: other ranks made progress."""
+        """End the present hang if training went on; without a report, remove what was written."""
+        position = run.stage, run.counters.batch, self._clock.latest
+        if self._entry is not None and position != self._position:
+            self._went_on(run, time.monotonic() - self._moved)
         if self._written and not self._time_of(run, REPORT):
             for path in self._written:
                 path.unlink(missing_ok=True)

@@ -48,8 +48,8 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "locks": (partial(Hangs, hanging.deadlock), {}, f"in forward ({line('deadlock')})"),
     "logger": (Small, {"logger": hanging.BlockedLogger()}, f"({line('socket')})"),
     "GIL, then it goes on": (
-        partial(Hangs, partial(hanging.hold_gil, 4)), {},
-        f"({line('gil')}) for 4 s and ran no Python meanwhile: C code held the GIL",
+        partial(Hangs, partial(hanging.hold_gil, 12)), {},
+        f"({line('gil')}) for 12 s and ran no Python meanwhile: C code held the GIL",
     ),
     "collective": (
         partial(Hangs, hanging.barrier), RANKS,
