@@ -190,6 +190,8 @@ class _Watch:
 
     def clean(self, run: Run) -> None:
         """End the present hang if training went on; without a report, remove what was written."""
+        if time.monotonic() - self._looked > self._after:  # it could not run until now
+            self.look(run)
         position = run.stage, run.counters.batch, self._clock.latest
         if self._entry is not None and position != self._position:
             self._went_on(run, time.monotonic() - self._moved)
