@@ -149,6 +149,7 @@ class _Watch:
         self._entry: dict[str, Any] | None = None
         self._states: Sequence[RankState] = ()
         self._written: set[Path] = set()
+        stacks.arm(_LONGER * after)  # the GIL may be held before the first look
 
     def look(self, run: Run) -> None:
         """Compare with the last look, and report a hang."""
@@ -156,7 +157,7 @@ class _Watch:
         gap, self._looked = now - self._looked, now
         position = run.stage, run.counters.batch, self._clock.latest
         pause = now - self._moved
-        if gap > self._after and gap > self._limit(run) and self._position is not None:
+        if gap > self._after and gap > self._limit(run):
             self._was_frozen(run, pause)
         if position != self._position:
             self._position = position
