@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_perf.callbacks.export import OpenTelemetry as OpenTelemetry
     from lightning_perf.callbacks.export import Prometheus as Prometheus
     from lightning_perf.callbacks.flops import Flops as Flops
+    from lightning_perf.callbacks.hang import Hang as Hang
     from lightning_perf.callbacks.speed_monitor import SpeedMonitor as SpeedMonitor
     from lightning_perf.callbacks.suite import Suite as Suite
     from lightning_perf.callbacks.suite import always_on as always_on
@@ -57,6 +58,7 @@ _HOMES = {
     "callbacks.diagnosis": ["Diagnosis"],
     "callbacks.export": ["OpenTelemetry", "Prometheus"],
     "callbacks.flops": ["Flops"],
+    "callbacks.hang": ["Hang"],
     "callbacks.speed_monitor": ["SpeedMonitor"],
     "callbacks.suite": ["Suite", "always_on"],
     "callbacks.system_metrics": ["SystemMetrics"],

@@ -14,11 +14,11 @@ import lightning_perf
 from lightning_perf import extend
 
 NAMES = """
-All Always AnyOf At ConfigError Cyclic Diagnosis Elapsed Every Fixed Flops GlobalRank HasTag
-LocalRank MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch OnVerdict OpenTelemetry
-PerfWarning Profiler Prometheus PyTorch RecorderBusy Schedule SpeedMonitor Stages Suite
-SystemMetrics Time TimeUnit Timestamp Timings Tracker Verdict VizTracer Window WindowCallback
-always_on
+All Always AnyOf At ConfigError Cyclic Diagnosis Elapsed Every Fixed Flops GlobalRank Hang
+HasTag LocalRank MemorySnapshot Memray Moment Never Not OnSignal OnSlowBatch OnVerdict
+OpenTelemetry PerfWarning Profiler Prometheus PyTorch RecorderBusy Schedule SpeedMonitor Stages
+Suite SystemMetrics Time TimeUnit Timestamp Timings Tracker Verdict VizTracer Window
+WindowCallback always_on
 """
 
 

@@ -154,7 +154,7 @@ class Suite(PerfCallback):
 
 
 def always_on(show_summary: bool = True) -> Suite:
-    """A `Suite` of the callbacks that cost little: throughput, MFU, times, hardware, diagnosis.
+    """A `Suite` of what costs little: throughput, MFU, times, hardware, diagnosis, hang reports.
 
     Args:
         show_summary: Whether to print the summary of the run at its end, on rank 0.
@@ -169,6 +169,7 @@ def always_on(show_summary: bool = True) -> Suite:
     """
     from lightning_perf.callbacks.diagnosis import Diagnosis
     from lightning_perf.callbacks.flops import Flops
+    from lightning_perf.callbacks.hang import Hang
     from lightning_perf.callbacks.speed_monitor import SpeedMonitor
     from lightning_perf.callbacks.system_metrics import SystemMetrics
     from lightning_perf.callbacks.timings import Timings
@@ -180,6 +181,7 @@ def always_on(show_summary: bool = True) -> Suite:
         Timings(),
         SystemMetrics(),
         Diagnosis(terminal=show_summary),
+        Hang(),
     ]
     return Suite(parts, show_summary)
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 #: The module of each command, imported when one runs since its dependencies may be missing.
 _COMMANDS = {
     "capture": "runs", "compare": "runs", "devices": "machine", "doctor": "machine",
-    "measure": "machine", "report": "runs", "run": "runs", "runs": "fleet", "trace": "files",
+    "measure": "machine", "report": "runs", "run": "runs", "runs": "fleet", "stacks": "runs",
+    "trace": "files",
     "upload": "files", "watch": "runs",
 }  # fmt: skip
 #: The names to install of packages that are imported under another name.

@@ -166,6 +166,49 @@ def descendants(pid: int) -> list[int]:
     return [child.pid for child in below if _is_own(child)]
 
 
+def stacks(run: str, *, json: bool = False) -> int:
+    """Show what a training does now: the stacks of all its threads, and of its child processes.
+
+    The training needs Hang(), which is in always_on(), and Linux. If py-spy is installed, it shows
+    C code and processes that were not forked, too. The training continues.
+
+    Args:
+        run (PID|RUN): The process id of the training or of its launcher, or a run of this machine:
+            its folder, or its id or name in MLflow.
+        json: Print JSON.
+    """
+    from lightning_perf.system.stacks import dump_of
+
+    try:
+        pid = _pid_of(run)
+    except LookupError as error:
+        raise Failure(error, 1) from None
+    dumps = [dump_of(each, native=True) for each in [pid, *descendants(pid)]]
+    if not any(dump.text for dump in dumps):
+        raise Failure(
+            f"process {pid} and its children show no stacks: on Linux, trainings with Hang(), as "
+            "in always_on(), do from their set-up on. Others need py-spy: pip install py-spy", 1,
+        )  # fmt: skip
+    if json:
+        print_json([dump._asdict() for dump in dumps])
+    else:
+        missing = "no stacks: it was not forked by a training\n"
+        say(*(f"process {pid}, {state}\n{text or missing}" for pid, state, text in dumps))
+    return 0
+
+
+def _pid_of(run: str) -> int:
+    """The process of a run on this machine; raises `LookupError` if there is none."""
+    if run.isdecimal() and not Path(run).exists():
+        return own_process(int(run))
+    from lightning_perf.tracking.runs import find_run
+
+    process = find_run(run, None).summary.get("process", {})
+    if process.get("host") != platform.node():
+        raise LookupError(f"{run} runs on {process.get('host')}: name it there")
+    return own_process(int(process.get("pid", 0)))
+
+
 #: Levels of folders below a process's own in which its run is found.
 _LEVELS = 3
 #: Seconds between reads of a folder, and of MLflow, which takes many requests each time.

@@ -41,6 +41,9 @@ class PerfCallback(Callback):
 
     #: Whether checkpoints carry the run's progress in this callback's state.
     keeps_progress = True
+    #: Whether it has hooks of Lightning's. Otherwise, as part of another callback, it is not among
+    #: the Trainer's callbacks, each of which costs a step some calls.
+    has_hooks = True
     #: Whether the summary of the run is printed at its end.
     show_summary = False
     #: Codes and severities of the verdicts that it may reach.
@@ -158,11 +161,14 @@ class PerfCallback(Callback):
             run.resume(loaded)
         run.reporting.settings |= self.settings()
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        for after, part in zip((self, *self.parts), self.parts, strict=False):
-            if part not in callbacks:
-                at = callbacks.index(after) + 1 if after in callbacks else len(callbacks)
-                callbacks.insert(at, part)
-                run.added.append(part)
+        after: PerfCallback = self
+        for part in self.parts:
+            if part.has_hooks:
+                if part not in callbacks:
+                    at = callbacks.index(after) + 1 if after in callbacks else len(callbacks)
+                    callbacks.insert(at, part)
+                    run.added.append(part)
+                after = part
             if part not in run.given:  # otherwise Lightning does it
                 part.setup(trainer, pl_module, stage)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,8 @@ PassThroughProfiler = pl.profilers.PassThroughProfiler
 rank_zero_info = pl.utilities.rank_zero_info
 #: The beginning of the names of Lightning's modules.
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
-#: Restart counters of SLURM and torchrun.
+#: What switches torch's flight recorder on; restart counters of SLURM and torchrun.
+_RECORDERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -425,6 +427,33 @@ def _loaders(loop: Any) -> Sequence[Any]:
 
 def _first_loader(loop: Any) -> Any:
     return next(iter(_loaders(loop)), None)
+
+
+def loader_workers(trainer: Trainer) -> dict[int, str]:
+    """The process ids of data loader workers, with their names; those that are found."""
+    found = {}
+    loops = [getattr(trainer, "fit_loop", None), *(loop for loop, *_ in evaluation_loops(trainer))]
+    for loop in loops:
+        iterator = getattr(getattr(loop, "_combined_loader", None), "_iterator", None)
+        for loader in getattr(iterator, "iterators", ()):
+            for number, worker in enumerate(getattr(loader, "_workers", ())):
+                found[worker.pid] = f"worker {number}"
+    return found
+
+
+def flight_recorder() -> str:
+    """The collectives that torch has recorded of this rank, as JSON; empty if it records none.
+
+    It does with ``TORCH_FR_BUFFER_SIZE``, or ``TORCH_NCCL_TRACE_BUFFER_SIZE`` in older versions.
+    """
+    if not any(os.environ.get(name, "0") != "0" for name in _RECORDERS):
+        return ""
+    c10d = getattr(torch._C, "_distributed_c10d", None)
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        with suppress(Exception):
+            if text := getattr(c10d, name)():
+                return text.decode() if isinstance(text, bytes) else str(text)
+    return ""
 
 
 def _positive(value: float | None) -> int | None:

@@ -82,8 +82,8 @@ class Run:
         self.batches = BatchTotals(timer)
         self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
-        # Those of all ranks on this node.
-        self._processes: set[int] = set()
+        #: The processes of the other ranks on this node, by rank.
+        self.processes: dict[int, int] = {}
         self.windows.sources = self._sources()
         self.require_flops, self.require_times = self.meter.require, self.spans.require
         #: Deliver windows of some columns to a callback, and what is kept of them.
@@ -152,7 +152,7 @@ class Run:
     @cached_property
     def sampler(self) -> Sampler | None:
         """The sampler of this node's hardware, on its first rank; None on the others."""
-        return node_sampler(self.trainer, self.ranks, self._processes)
+        return node_sampler(self.trainer, self.ranks, {*self.processes.values()})
 
     @property
     def is_monitored(self) -> bool:
@@ -212,6 +212,12 @@ class Run:
         compat.show_metrics(self.trainer, metrics, bound=bool(self.meter.not_counted))
         self.reporting.log(metrics, step)
 
+    def refresh_summary(self) -> None:
+        """Write the summary and the page as they are now; on any thread, while training stands."""
+        from lightning_perf.run.summary import hang_summary  # which needs this class
+
+        hang_summary(self)
+
     def write_files(
         self, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str, **options: Any
     ) -> None:
@@ -242,7 +248,9 @@ class Run:
             gatherer = self.windows.gatherer
             table = gatherer.exchange([gpus(), node, os.getpid()])
             slots = max(count for count, _, _ in table)
-            self._processes = {pid for _, its_node, pid in table if its_node == node}
+            self.processes = {
+                rank: int(pid) for rank, (_, its_node, pid) in enumerate(table) if its_node == node
+            }
             gatherer.width += slots * GPU_COLUMNS
             gpus = partial(int, slots)
 

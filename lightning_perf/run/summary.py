@@ -105,9 +105,23 @@ def end_summary(context: Run, callbacks: Sequence[Any], reason: str) -> RunSumma
     return summary
 
 
-def _windows(context: Run) -> _Windows:
-    """The windows of each stage, up to now; on the training thread."""
-    return {stage: context.windows.summary_windows(stage) for stage in STAGES}
+def hang_summary(context: Run) -> None:
+    """Write the summary so far and its page: while a training hangs, no report does."""
+    if context.ranks.global_rank == 0:
+        windows = _windows(context, now=False)
+        RunSummary(context, RUNNING, windows, _sections(context)).write()
+
+
+def _sections(context: Run) -> dict[str, Any]:
+    """What callbacks have found so far; any thread may ask."""
+    verdicts = [v.as_dict() for part in context.members for v in getattr(part, "verdicts", ())]
+    hangs = [dict(hang) for part in context.members for hang in getattr(part, "hangs", ())]
+    return {"verdicts": verdicts} | ({"hangs": hangs} if hangs else {})
+
+
+def _windows(context: Run, now: bool = True) -> _Windows:
+    """The windows of each stage, up to ``now`` on the training thread, or to the last report."""
+    return {stage: context.windows.summary_windows(stage, now) for stage in STAGES}
 
 
 class LiveSummary:
@@ -135,14 +149,13 @@ class LiveSummary:
         began = time.monotonic()
         # An error here occurs again at the end of the run, which warns.
         with suppress(Exception):
-            verdicts = [
-                v.as_dict() for part in context.members for v in getattr(part, "verdicts", ())
-            ]
             folder = context.reporting.run_folder().claim()
-            summary = RunSummary(context, RUNNING, windows, {"verdicts": verdicts})
+            summary = RunSummary(context, RUNNING, windows, _sections(context))
             if summary.join():
                 return  # the training of another process has the file
             summary.claim()
+            if page := (summary._earlier or {}).get("report"):  # made while it hung
+                summary.content["report"] = page
             if not self._watched:
                 # `watch PID` finds the folder because it is open until the end of the run.
                 with suppress(OSError):  # Windows does not open folders
@@ -218,7 +231,7 @@ class RunSummary:
         page = str((self._earlier or {}).get("report", ""))
         if _PAGE.fullmatch(PurePosixPath(page).name):
             return page
-        if "culprits" not in self._own:
+        if not {"culprits", "hangs"} & self._own.keys():
             return ""
         folder = self.path.parent
         first = next(n for n in count(1) if numbered(FILE_NAME, n) == self.path.name)

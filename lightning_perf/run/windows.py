@@ -276,17 +276,18 @@ class Windows:
         if metrics:
             self._log(metrics, report.step)
 
-    def summary_windows(self, stage: str) -> list[tuple[int, Window]]:
+    def summary_windows(self, stage: str, now: bool = True) -> list[tuple[int, Window]]:
         """The whole run of a stage, and its last window with batches if that is shorter.
 
         Each comes with the step of its first batch. They end at the last report of all ranks; if
-        the only rank did not end the stage, the whole run ends now.
+        the only rank did not end the stage, the whole run ends ``now``; other threads may not ask
+        for that.
         """
         log = self.logs.get(stage)
         if log is None or not self._signals:
             return []
         start, reports = log.reports[0], [each for each in log.recent if len(each.rows)]
-        if self._alone and not (reports and reports[-1].at_end):
+        if now and self._alone and not (reports and reports[-1].at_end):
             reports.append(self._report(stage, False))
         if not reports:
             return []

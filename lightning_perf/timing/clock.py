@@ -163,6 +163,12 @@ class Clock:
         return self._running.action
 
     @property
+    def latest(self) -> float:
+        """When a span was last entered or left; for any thread."""
+        event: Any = self.log[-3:] or (self._mark,)
+        return float(event[0])
+
+    @property
     def innermost(self) -> Timer:
         """The timer of the innermost open span."""
         return self._open[-1][1]

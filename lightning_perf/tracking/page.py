@@ -24,6 +24,7 @@ from lightning_perf.charts import (
     ticks,
 )
 from lightning_perf.core import goodput
+from lightning_perf.diagnosis.hang import page_parts
 from lightning_perf.diagnosis.report import cost_text, evidence_text, severity
 from lightning_perf.timing.totals import Share, folded
 from lightning_perf.traces.summary import facts, tables
@@ -63,6 +64,7 @@ def _parts(summary: Summary) -> Iterator[Part]:
     yield " \u00b7 ".join(filter(None, about))
     if speed := headline(summary):
         yield speed
+    yield from page_parts(summary.get("hangs") or ())
     for verdict in verdicts_of(summary):
         texts = cost_text(verdict), verdict.advice, evidence_text(verdict)
         yield Finding(severity(verdict), verdict.code, *texts)

@@ -213,7 +213,8 @@ def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
             cells = ("" if each is None else _rate(summary, key, each) for each in values)
             figures.append((name, *cells))
     figures += _times([*windows.values()])
-    facts = [*_facts(summary, stage, found.get("whole_run") or {})]
+    facts = [("hang", each["text"]) for each in summary.get("hangs", ())]
+    facts += _facts(summary, stage, found.get("whole_run") or {})
     for name, texts in (("goodput", goodput.texts), ("cost", cost.texts)):
         if name in summary and (lines := [*texts(summary[name])]):
             facts.append((name, "\n".join(lines)))

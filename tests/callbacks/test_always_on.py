@@ -42,7 +42,7 @@ from lightning_perf.callbacks.factory import (
 )
 from lightning_perf.callbacks.suite import EnvironmentSuite
 
-KINDS = ["SpeedMonitor", "Flops", "Timings", "SystemMetrics", "Diagnosis"]
+KINDS = ["SpeedMonitor", "Flops", "Timings", "SystemMetrics", "Diagnosis", "Hang"]
 
 
 def names(callback: Any) -> list[str]:
@@ -199,7 +199,7 @@ def test_parts_that_the_user_has_are_excluded(
     run = trainer(tmp_path, *own(), enable_checkpointing=True)
     run.fit(Small())
     (suite,) = ours(run)
-    assert names(suite) == ["Timings", "SystemMetrics", "Diagnosis"]
+    assert names(suite) == ["Timings", "SystemMetrics", "Diagnosis", "Hang"]
     keys = [each.state_key for each in run.callbacks]
     assert len(set(keys)) == len(keys)
 

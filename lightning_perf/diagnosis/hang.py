@@ -1,0 +1,240 @@
+"""Who makes a training hang: which rank the others wait for, and where, from what each does."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Self
+
+from lightning_perf.charts import Finding, Heading, Part
+from lightning_perf.errors import printable
+from lightning_perf.timing.totals import CATEGORIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+#: Characters of a text in a state, and workers, that are kept: another process has written it.
+_LONGEST, _MOST_WORKERS = 300, 100
+
+
+def _text(value: object) -> str:
+    return printable(str(value)[:_LONGEST])
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank does while the training stands."""
+
+    rank: int
+    #: Why the rank did not answer, as the end of a sentence; empty if it did.
+    missing: str = ""
+    #: Lightning's name of the stage; empty before the first and after the last one.
+    stage: str = ""
+    #: The batches that it has completed in the stage.
+    batch: int = 0
+    #: What its time is spent on, and the name of the span.
+    category: str = ""
+    name: str = ""
+    #: Since when it makes no progress.
+    seconds: float = 0.0
+    #: The line of the user that it is in, with what is called there.
+    place: str = ""
+    #: The function of torch.distributed that it is in.
+    collective: str = ""
+    #: Data loader workers that do not wait for work, with where they are.
+    workers: tuple[str, ...] = ()
+    #: Whether it makes progress, or may still take this long.
+    moves: bool = False
+    #: Whether nothing more is added.
+    complete: bool = True
+    host: str = ""
+    pid: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Self:
+        """The state in a file; raises as reading a damaged file does (`errors.DAMAGE`)."""
+        values: dict[str, Any] = {}
+        for each in fields(cls):
+            value = content[each.name]
+            default: Any = 0 if each.name == "rank" else each.default
+            if isinstance(default, tuple):
+                values[each.name] = tuple(_text(each) for each in value[:_MOST_WORKERS])
+            else:
+                kind: Any = type(default)
+                values[each.name] = _text(value) if kind is str else kind(value)
+        return cls(**values)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        return bool(self.collective) or self.category == "reduce_metrics" or self.name in _WAITS
+
+    @property
+    def phase(self) -> str:
+        """Where it is, by the words of the metrics."""
+        if not self.stage:
+            return "set-up or the end"
+        within = f"{self.stage}, " if self.stage != "train" else ""
+        named = f" {self.name}" if self.category in _NAMED else ""
+        return f"{within}{self.category or 'a batch'}{named}"
+
+
+#: Spans in which a rank waits for others, by their names in `run/spans.py`.
+_START = "Trainer.broadcast_sigterm"
+_WAITS = ("DistributedDataParallel.gradients", "DistributedDataParallel.buffers", _START)
+#: Categories whose spans are named.
+_NAMED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
+
+
+def culprits(states: Sequence[RankState]) -> list[RankState]:
+    """The ranks that the others wait for; all of them if that is not known.
+
+    Ranks that did not answer, else those that are not in a collective while others are. Where all
+    are in one, the rank that is ahead has not joined an earlier one. Without a collective, as while
+    GPUs wait for each other, it is the rank that is not where most are.
+    """
+    if silent := [each for each in states if each.missing]:
+        return silent
+    free = [each for each in states if not each.waits]
+    if 0 < len(free) < len(states):
+        return free
+    groups: dict[tuple[object, ...], list[RankState]] = {}
+    for each in states:
+        where = (each.stage, each.batch, each.category, each.place if not free else "")
+        groups.setdefault(where, []).append(each)
+    if len(groups) == 1:
+        return [*states]
+    if not free:
+        return max(groups.values(), key=lambda group: _order(group[0]))
+    return min(groups.values(), key=lambda group: (len(group), -_longest(group)))
+
+
+def _order(state: RankState) -> tuple[int, int]:
+    """How far a rank has come in its training."""
+    begins = state.name == _START or state.category not in CATEGORIES
+    return state.batch, -1 if begins else CATEGORIES.index(state.category)
+
+
+def _longest(states: Iterable[RankState]) -> float:
+    return max(each.seconds for each in states)
+
+
+def sentence(states: Sequence[RankState]) -> str:
+    """Which rank is where, since when, and which ranks wait for it.
+
+    Example:
+        >>> loads = RankState(0, stage="train", category="dataloader_next", seconds=31.0)
+        >>> waits = RankState(1, stage="train", category="reduce_metrics", name="compute")
+        >>> sentence([loads, waits])
+        'rank 0 has been in dataloader_next for 31 s; rank 1 waits for it in reduce_metrics compute'
+    """
+    found = culprits(states)
+    others = [each for each in states if each not in found]
+    parts = [_culprit(group, len(states)) for group in _alike(found)]
+    it = "it" if len(found) == 1 else "them"
+    for group in _alike(others):
+        verb = "waits" if len(group) == 1 else "wait"
+        parts.append(f"{ranks_text(group)} {verb} for {it} in {group[0].phase}{_where(group[0])}")
+    if len(states) > 1 and all(each.waits for each in states):
+        ahead = f"{ranks_text(found)} did not join a collective of the others"
+        parts.append(ahead if others else "all ranks are in the same collective")
+    return "; ".join(parts)
+
+
+def _culprit(group: Sequence[RankState], ranks: int) -> str:
+    first, name = group[0], ranks_text(group) if ranks > 1 else "the training"
+    have = "has" if len(group) == 1 else "have"
+    if first.missing and not first.category:
+        return f"{name} {first.missing}"
+    missing = f" and {first.missing}" if first.missing else ""
+    return (
+        f"{name} {have} been in {first.phase}{_where(first)} for {_longest(group):,.0f} s{missing}"
+    )
+
+
+def _where(state: RankState) -> str:
+    """The worker, or the line, that a rank waits in."""
+    if state.category == "dataloader_next" and state.workers:
+        return f" ({state.workers[0]})"
+    inside = ", ".join(filter(None, (state.collective, state.place)))
+    return f" ({inside})" if inside else ""
+
+
+def _alike(states: Sequence[RankState]) -> Iterator[list[RankState]]:
+    """Ranks that are told together, by rank."""
+
+    def key(each: RankState) -> tuple[str, ...]:
+        return (each.missing, each.phase, _where(each))
+
+    groups: dict[tuple[str, ...], list[RankState]] = {}
+    for each in states:
+        groups.setdefault(key(each), []).append(each)
+    yield from groups.values()
+
+
+def ranks_text(states: Sequence[RankState]) -> str:
+    """Ranks in words, with ranges.
+
+    Example:
+        >>> ranks_text([RankState(rank) for rank in (0, 1, 2, 5)])
+        'ranks 0 to 2 and 5'
+    """
+    runs = list[str]()
+    for _, group in groupby(enumerate(sorted(each.rank for each in states)), lambda p: p[1] - p[0]):
+        numbers = [number for _, number in group]
+        ends = [str(numbers[0]), str(numbers[-1])]
+        runs += [" to ".join(ends)] if len(numbers) > 2 else map(str, numbers)
+    *first, last = runs
+    joined = f"{', '.join(first)} and {last}" if first else last
+    return f"rank{'s' if len(states) > 1 else ''} {joined}"
+
+
+# -- views ----------------------------------------------------------------------------------------
+
+
+def report(hang: Mapping[str, Any], states: Sequence[RankState]) -> str:
+    """The report of a hang as Markdown; ``hang`` is its entry in `summary.json`."""
+    ended = hang.get("ended", "")
+    went_on = f"; it went on at {ended}, after {hang['seconds']:,.0f} s" if ended else ""
+    return "\n".join([
+        "# The training stood" if ended else "# The training hangs",
+        "",
+        f"**{_cell(str(hang['text']))}.**",
+        "",
+        f"Without progress since {hang['began']}, at batch {hang['batch']:,}{went_on}.",
+        "",
+        "| rank | where | since | line | workers | process |",
+        "|---|---|---|---|---|---|",
+        *(f"| {' | '.join(map(_cell, _row(state)))} |" for state in states),
+        "",
+        "`rank{N}.stacks.txt` beside this file has the stacks of all threads and child processes.",
+        "",
+    ])  # fmt: skip
+
+
+def _row(state: RankState) -> Iterator[str]:
+    yield str(state.rank)
+    yield state.missing or ", ".join(filter(None, (state.phase, state.collective)))
+    yield f"{state.seconds:,.0f} s" if state.seconds else ""
+    yield state.place
+    yield "; ".join(state.workers)
+    yield f"{state.pid} on {state.host}" if state.pid else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def page_parts(hangs: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
+    """The section of `report.html`."""
+    if hangs:
+        yield Heading("Hangs")
+    for each in hangs:
+        seconds = f"{each['seconds']:,.0f} s"
+        stood = f"stood for {seconds}" if "ended" in each else f"hangs, for {seconds} so far"
+        since = f"Since {each.get('began', '?')}, at batch {each.get('batch', 0):,}."
+        yield Finding("critical", stood, "", f"{each['text']}.", since)

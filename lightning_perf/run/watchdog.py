@@ -1,0 +1,475 @@
+"""A thread of each rank that notices a training without progress, and reports who is where."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from math import inf
+from statistics import median_high
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from lightning_perf.diagnosis.hang import RankState, culprits, report, sentence
+from lightning_perf.errors import DAMAGE, describe, warn
+from lightning_perf.files import finite, read_json, write_text
+from lightning_perf.run import compat
+from lightning_perf.system.stacks import (
+    Stacks,
+    children_of,
+    collective_in,
+    compiles,
+    dump_of,
+    hold_signal,
+    is_debugged,
+    is_worker,
+    main_thread,
+    native_stacks,
+    release_signal,
+    threads_in,
+    users_frame,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from lightning.pytorch import Trainer
+
+    from lightning_perf.run.run import Run
+    from lightning_perf.system.stacks import Frame
+    from lightning_perf.timing.clock import Clock
+
+#: The exit code of a training that `Hang(action="abort")` ends: EX_TEMPFAIL, "try again".
+ABORTED = 75
+#: Seconds between two looks, or a tenth of a small limit.
+_POLL = 5.0
+#: Limits: in median batches; of phases that may take long, in limits; of what a phase took before.
+_BATCHES, _LONGER, _BEFORE = 30, 5, 3
+#: Batches whose median counts.
+_HISTORY = 100
+#: Seconds that an abort waits for files and for uploads.
+_FLUSH = 30.0
+#: The folder below the run's; the file whose time asks all ranks for theirs; and the report.
+FOLDER, _ASKED, REPORT = "hang", ".asked", "report.md"
+#: Spans that may take long without a sign of life, besides checkpoints.
+_SLOW = ("iter", "first fetch")
+#: Seconds for the stacks of all child processes.
+_CHILDREN = 30.0
+#: What is said of a rank that has not answered, by the state of its process, and of a frozen one.
+_LOST = {
+    "stopped": "is stopped (SIGSTOP)", "gone": "has ended", "zombie": "has ended",
+}  # fmt: skip
+_FROZEN = "ran no Python meanwhile: C code held the GIL, or the process was stopped"
+
+
+class Watchdog:
+    """Watches the training of a run on a thread of its own; costs a step nothing.
+
+    Progress is a batch that ends, or a span of the run's clock. Rank 0, or the lowest one that
+    answers, reports what all ranks have written into the run's folder.
+
+    Args:
+        run: Watched until `close`, or until nothing else refers to it.
+        after: Seconds without progress, at least, until the training hangs.
+        abort: Whether a hang ends the process after its report.
+        hangs: Receives an entry of `summary.json` per hang.
+    """
+
+    def __init__(self, run: Run, after: float, abort: bool, hangs: list[dict[str, Any]]) -> None:
+        self._run, self._clock = weakref.ref(run), run.require_times().clock
+        self._after, self._abort, self._hangs = after, abort, hangs
+        self._poll = min(_POLL, after / 10)
+        self._signal = hold_signal()
+        self._stop, self._ready = Event(), Event()
+        self._thread = Thread(target=self._loop, name="lightning_perf watchdog", daemon=True)
+        self._thread.start()
+        self._ready.wait(_POLL)  # the children that the training forks have the handler
+
+    def close(self, trainer: Trainer) -> None:
+        """Stop; may be called more than once."""
+        self._stop.set()
+        self._thread.join(_POLL)
+        if not self._thread.is_alive():  # otherwise a signal may still come
+            compat.handlers_before(trainer).pop(self._signal, None)
+            release_signal(self._signal)
+
+    def _loop(self) -> None:
+        sys.setprofile(None)  # as in `Worker`
+        stacks = Stacks(self._signal)
+        try:
+            watch = _Watch(stacks, self._clock, self._after, self._poll, self._hangs)
+            self._ready.set()
+            while not self._stop.wait(self._poll) and (run := self._run()) is not None:
+                watch.look(run)
+                if self._abort and watch.reported:
+                    _abort(run)
+                del run
+            if (run := self._run()) is not None:
+                watch.clean(run)
+        except Exception as error:  # never a training
+            warn(f"hangs are no longer watched for ({describe(error)}).")
+        finally:
+            self._ready.set()
+            stacks.close()
+
+
+class _Watch:
+    """What the watchdog of a rank knows between two looks."""
+
+    def __init__(
+        self, stacks: Stacks, clock: Clock, after: float, poll: float, hangs: list[dict[str, Any]]
+    ) -> None:
+        self._stacks, self._clock, self._after, self._poll = stacks, clock, after, poll
+        self._hangs = hangs
+        #: Whether the present hang was reported, by this rank or another.
+        self.reported = False
+        self._position: object = None
+        self._moved = self._looked = time.monotonic()
+        # The stage and the category of the present pause, once it is long.
+        self._phase = ("", "")
+        # Seconds of the last batches by stage, and the longest pause of each phase.
+        self._batches: dict[str, deque[float]] = {}
+        self._longest: dict[tuple[str, str], float] = {}
+        # This rank's state and stacks while it makes no progress, and when all ranks' are read.
+        self._state: RankState | None = None
+        self._text, self._decides = "", inf
+        # How many limits this pause may last: more while other ranks make progress.
+        self._patience = 1.0
+        # When a rank asked for the states of all, by the clock of the disk; None before a look.
+        self._asked: int | None = None
+        # The entry of the present hang, and the states that it is about.
+        self._entry: dict[str, Any] | None = None
+        self._states: Sequence[RankState] = ()
+        self._written: set[Path] = set()
+        stacks.arm(_LONGER * after)  # the GIL may be held before the first look
+
+    def look(self, run: Run) -> None:
+        """Compare with the last look, and report a hang."""
+        now = time.monotonic()
+        gap, self._looked = now - self._looked, now
+        position = run.stage, run.counters.batch, self._clock.latest
+        pause = now - self._moved
+        if gap > self._after and gap > self._limit(run):
+            self._was_frozen(run, pause)
+        if position != self._position:
+            self._position = position
+            self._progress(run, now, pause)
+            pause = 0.0
+        limit = self._after
+        if pause > self._after / 2:
+            self._phase = run.stage, self._clock.running.category
+            limit = self._limit(run)
+        if run.ranks.world_size > 1:
+            self._answer(run, pause, limit * self._patience)
+        if self._state is None and pause > limit * self._patience:
+            self._suspect(run, pause)
+        if self._decides < inf:
+            self._decide(run)
+        if self.reported and self._text:
+            self._save(run, _stacks_of(run.ranks.global_rank), self._text + _further(run))
+            self._text = ""
+        self._stacks.arm(limit + self._poll)
+
+    def _progress(self, run: Run, now: float, pause: float) -> None:
+        """Something ended after a pause, which may have been a hang."""
+        if any(self._phase):
+            self._longest[self._phase] = max(pause, self._longest.get(self._phase, 0.0))
+        if self._entry is not None:
+            self._went_on(run, pause)
+        if seconds := run.counters.last_seconds:
+            self._batches.setdefault(run.stage, deque(maxlen=_HISTORY)).append(seconds)
+        self._moved, self._patience, self._phase = now, 1.0, ("", "")
+        self._state, self._decides, self.reported = None, inf, False
+
+    def clean(self, run: Run) -> None:
+        """End the present hang if training went on; without a report, remove what was written."""
+        if time.monotonic() - self._looked > self._after:  # it could not run until now
+            self.look(run)
+        position = run.stage, run.counters.batch, self._clock.latest
+        if self._entry is not None and position != self._position:
+            self._went_on(run, time.monotonic() - self._moved)
+        if self._written and not self._time_of(run, REPORT):
+            for path in self._written:
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # other ranks have files there
+                _folder(run).rmdir()
+
+    def _limit(self, run: Run) -> float:
+        """Seconds that the present phase may last without a sign of life."""
+        stages = run.stages
+        slow = (
+            not (stages.stage and stages.counters.batches)  # set-up, the first batch, compilation
+            or stages.ended
+            or self._phase[1] == "checkpoint"
+            or self._clock.running.name in _SLOW
+            or _is_rare(self._clock.running.name)
+            or compiles(self._frames(self._stacks.own()))
+        )
+        batches = self._batches.get(stages.stage)
+        return max(
+            self._after * (_LONGER if slow else 1),
+            _BATCHES * median_high(batches) if batches else 0.0,
+            _BEFORE * self._longest.get(self._phase, 0.0),
+        )
+
+    def _frames(self, text: str) -> list[Frame]:
+        """The frames of the training's thread."""
+        return dict(threads_in(text)).get(self._clock.thread or 0, [])
+
+    # -- this rank --------------------------------------------------------------------------------
+
+    def _suspect(self, run: Run, pause: float) -> None:
+        """This rank makes no progress: write what it does."""
+        own = self._stacks.own()
+        frames = self._frames(own)
+        if is_debugged(frames):
+            return
+        alone = run.ranks.world_size == 1
+        self._state = replace(self._describe(run, frames, pause), complete=False)
+        if not alone:
+            self._ask(run)
+        self._text = f"rank {run.ranks.global_rank}, process {os.getpid()}\n{own}\n"
+        workers = tuple(self._workers(compat.loader_workers(run.trainer)))
+        self._state = replace(self._state, workers=workers, complete=True)
+        self._write(run, _stacks_of(run.ranks.global_rank), self._text)
+        if alone:
+            self._report(run, [self._state])
+        else:
+            self._write_state(run, self._state)
+
+    def _workers(self, roles: Mapping[int, str]) -> Iterator[str]:
+        """Add the stacks of all child processes; yields what keeps data loader workers busy."""
+        until = time.monotonic() + _CHILDREN
+        for pid in children_of(os.getpid()):
+            if time.monotonic() > until:
+                self._text += "further child processes were left out\n"
+                return
+            dump = dump_of(pid)
+            frames = main_thread(dump.text)
+            role = roles.get(pid) or ("worker" if is_worker(frames) else "")
+            title = f"data loader {role}" if role else "child"
+            self._text += f"{title}, process {pid}, {dump.state}\n{dump.text}\n"
+            if role and dump.state == "stopped":
+                yield f"{role} is stopped"
+            elif role and (frame := users_frame(frames)):
+                yield f"{role} waits in {frame.place}"
+
+    def _describe(
+        self, run: Run, frames: Sequence[Frame], pause: float, *, moves: bool = False
+    ) -> RankState:
+        action, frame = self._clock.running, users_frame(frames)
+        return RankState(
+            run.ranks.global_rank,
+            stage=run.stage,
+            batch=run.counters.batch,
+            category=action.category,
+            name=action.name,
+            seconds=pause,
+            place="" if frame is None else frame.place,
+            collective=collective_in(frames),
+            moves=moves,
+            host=platform.node(),
+            pid=os.getpid(),
+        )
+
+    def _was_frozen(self, run: Run, pause: float) -> None:
+        """No Python ran for long: C code held the GIL, or the process was stopped."""
+        text = self._stacks.late()
+        if run.ranks.global_rank == 0 and self._entry is None:
+            self._save(run, _stacks_of(0), text)
+            state = self._describe(run, self._frames(text), pause)
+            self._report(run, [replace(state, missing=_FROZEN)])
+
+    # -- all ranks --------------------------------------------------------------------------------
+
+    @property
+    def _grace(self) -> float:
+        """Seconds that other ranks have to answer."""
+        return max(3 * self._poll + 1.0, self._after / 4)
+
+    def _ask(self, run: Run) -> None:
+        """Ask all ranks for their states, unless another one has just done so."""
+        assert self._state is not None  # the caller's condition
+        self._write_state(run, self._state)
+        written = self._time_of(run, f"rank{run.ranks.global_rank}.json")
+        if self._time_of(run, _ASKED) < written - self._grace * 1e9:
+            self._write(run, _ASKED, "")
+        self._asked = self._time_of(run, _ASKED)
+        self._decides = time.monotonic() + self._grace
+
+    def _answer(self, run: Run, pause: float, limit: float) -> None:
+        """Write this rank's state if a rank has asked since the last look."""
+        before, self._asked = self._asked, self._time_of(run, _ASKED)
+        if before is None or before == self._asked:
+            return
+        if self._state is not None:
+            self._state = replace(self._state, seconds=pause)
+            self._write_state(run, self._state)
+        elif pause <= limit:  # otherwise its state follows
+            self._write_state(run, self._describe(run, (), pause, moves=True))
+
+    def _decide(self, run: Run) -> None:
+        """Report if no rank makes progress; the first rank that has none does it."""
+        own, late = run.ranks.global_rank, time.monotonic() >= self._decides
+        assert self._state is not None  # the caller's condition
+        for rank in range(own):
+            its = self._read_state(run, rank)
+            if its is not None and not its.moves:
+                self.reported = self._time_of(run, REPORT) >= (self._asked or 0)
+                return
+        found = [self._read_state(run, rank) for rank in range(run.ranks.world_size)]
+        found[own] = self._state
+        if not late and not all(each and each.complete and not each.moves for each in found):
+            return
+        self._decides, states, unknown = inf, list[RankState](), False
+        for rank, state in enumerate(found):
+            states.append(state or self._missing(run, rank))
+            unknown |= state is None and states[-1].moves
+        pause = time.monotonic() - self._moved
+        if any(e.moves for e in found if e) or (unknown and pause < _LONGER * self._after):
+            self._patience, self._state = 2 * self._patience, None
+            return
+        self._report(run, states)
+
+    def _missing(self, run: Run, rank: int) -> RankState:
+        """The state of a rank that has not answered; it may make progress if nothing is known."""
+        pid = run.processes.get(rank)
+        if pid is None:
+            return RankState(rank, "is on another node and has not answered", moves=True)
+        dump = dump_of(pid)
+        found: dict[str, Any] = {"host": platform.node(), "pid": pid}
+        if dump.state in _LOST:
+            return RankState(rank, _LOST[dump.state], **found)
+        self._save(run, _stacks_of(rank), dump.text)
+        frame = users_frame(main_thread(dump.text))
+        where = "" if frame is None else f", in {frame.place}"
+        # Only files in a folder of this machine are seen by all of its processes.
+        apart = run.reporting.root(None).mirror is not None
+        return RankState(rank, f"runs no Python: C code holds the GIL{where}", moves=apart, **found)
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def _report(self, run: Run, states: Sequence[RankState]) -> None:
+        """Report the hang, whose entry in the summary ends when training goes on."""
+        pause, found = time.monotonic() - self._moved, culprits(states)
+        self._entry = {
+            "began": _clock_time(pause),
+            "seconds": round(pause, 1),
+            "stage": run.stage,
+            "batch": run.counters.batch,
+            "ranks": [each.rank for each in found],
+            "phase": found[0].category,
+            "text": sentence(states),
+        }
+        self._states, self.reported = states, True
+        self._hangs.append(self._entry)
+        path = self._publish(run)
+        text = f"the training hangs: {self._entry['text']}"
+        warn(f"{text}. The stacks of all ranks are in {path}." if path else f"{text}.")
+
+    def _publish(self, run: Run) -> Path | None:
+        """Write the report, and the summary and the page with it."""
+        assert self._entry is not None  # the callers' condition
+        path = self._save(run, REPORT, report(self._entry, self._states))
+        with suppress(Exception):  # the report has it
+            run.refresh_summary()
+        return path and path.parent
+
+    def _went_on(self, run: Run, pause: float) -> None:
+        assert self._entry is not None  # the caller's condition
+        self._entry |= {"seconds": round(pause, 1), "ended": _clock_time(0.0)}
+        self._publish(run)
+        self._entry = None
+        compat.rank_zero_info(
+            f"lightning_perf: training goes on after it stood for {pause:,.0f} s."
+        )
+
+    def _write_state(self, run: Run, state: RankState) -> None:
+        text = json.dumps(finite(state.as_dict()))
+        self._write(run, f"rank{run.ranks.global_rank}.json", text)
+
+    def _read_state(self, run: Run, rank: int) -> RankState | None:
+        """What a rank has answered; None if it has not."""
+        name = f"rank{rank}.json"
+        if self._time_of(run, name) < max(self._asked or 0, 1):
+            return None
+        with suppress(OSError, *DAMAGE):
+            return RankState.of(read_json(_folder(run) / name))
+        return None
+
+    def _time_of(self, run: Run, name: str) -> int:
+        """When a file was written, by the clock of its disk; 0 without one."""
+        with suppress(OSError):
+            return (_folder(run) / name).stat().st_mtime_ns
+        return 0
+
+    def _write(self, run: Run, name: str, text: str) -> Path | None:
+        """Write a file of the run at once; None if the run leaves none."""
+        if run.reporting.root(None).discards:
+            return None
+        path = run.reporting.run_folder().claim() / FOLDER / name
+        try:
+            write_text(path, text)
+        except OSError as error:
+            run.reporting.warnings_digest.once(
+                "files of a hang were not written", f"{path} was not written ({describe(error)})."
+            )
+            return None
+        self._written.add(path)
+        return path
+
+    def _save(self, run: Run, name: str, text: str) -> Path | None:
+        """The same, and upload it."""
+        path = self._write(run, name, text)
+        if path is not None:
+            run.reporting.write_files(
+                f"{{run_name}}/{FOLDER}", {name: partial(write_text, text=text)}, "train",
+                run.progress.timestamp("train"), overwrite=True,
+            )  # fmt: skip
+        return path
+
+
+def _folder(run: Run) -> Path:
+    return run.reporting.run_folder().folder / FOLDER
+
+
+def _clock_time(ago: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(time.time() - ago))  # noqa: TID251
+
+
+def _is_rare(name: str) -> bool:
+    """Whether an action is a hook that is not called per batch, such as ``on_train_epoch_end``."""
+    hook = name.rpartition(".")[2]
+    return hook.startswith("on_") and "batch" not in hook
+
+
+def _stacks_of(rank: int) -> str:
+    return f"rank{rank}.stacks.txt"
+
+
+def _further(run: Run) -> str:
+    """What else is known of this rank: native stacks, its GPUs, torch's flight recorder."""
+    sampler = vars(run).get("sampler")  # not made here: that would call CUDA
+    latest = {} if sampler is None else sampler.latest
+    gpus = "\n".join(f"{k}: {v:g}" for k, v in latest.items() if k.startswith("gpu_"))
+    texts = (native_stacks(os.getpid()), gpus, compat.flight_recorder())
+    return "\n".join(filter(None, texts))
+
+
+def _abort(run: Run) -> None:
+    """End the process so that a scheduler restarts it; the report is on its way."""
+    warn(f"the training is aborted (exit code {ABORTED}), as Hang(action='abort') says.")
+    for worker in (run.file_worker, run.worker):
+        worker.drain(_FLUSH)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(ABORTED)

@@ -1,0 +1,384 @@
+"""Trainings that hang: real processes, each reported while it hangs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import platform
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from helpers import hanging
+from helpers.command import exit_code, until
+from helpers.hanging import Hangs, Samples, line, training
+from helpers.small import RANKS, Records, Small, trainer
+from helpers.users import process_of_another_user
+
+from lightning_perf import ConfigError, Hang
+from lightning_perf.system.stacks import PROC, dump_of, stacks_of
+from lightning_perf.tracking.summary import read_summary
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs signals of Linux")
+
+
+def reported(folder: Path) -> str:
+    """The report of a training that hangs."""
+    (path,) = until(lambda: [*folder.glob("*/hang/report.md")])
+    return path.read_text()
+
+
+#: Trainings that hang: the module, options, and what the report says.
+PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "worker": (
+        Small, {"samples": Samples(hanging.sleep), "workers": 2},
+        f"in dataloader_next (worker 0 waits in {line('sleep')})",
+    ),
+    "pipe": (
+        Small, {"samples": Samples(hanging.read_pipe)}, f"in dataloader_next ({line('pipe')})"
+    ),
+    "locks": (partial(Hangs, hanging.deadlock), {}, f"in forward ({line('deadlock')})"),
+    "logger": (Small, {"logger": hanging.BlockedLogger()}, f"({line('socket')})"),
+    "GIL, then it goes on": (
+        partial(Hangs, partial(hanging.hold_gil, 12)), {},
+        f"({line('gil')}) for 12 s and ran no Python meanwhile: C code held the GIL",
+    ),
+    "collective": (
+        partial(Hangs, hanging.barrier), RANKS,
+        f"rank 0 waits for it in forward (barrier, {line('barrier')}); rank 1 did not join",
+    ),
+    "rank": (
+        partial(Hangs, hanging.sleep, 1), RANKS,
+        f"rank 1 has been in forward ({line('sleep')}) for ",
+    ),
+    "GIL of a rank": (
+        partial(Hangs, hanging.hold_gil, 1), RANKS,
+        f"rank 1 runs no Python: C code holds the GIL, in {line('gil')}; rank 0 waits for it in",
+    ),
+    "stopped rank": (
+        partial(Hangs, hanging.stop, 1), RANKS,
+        "rank 1 is stopped (SIGSTOP); rank 0 waits for it in backward",
+    ),
+    "stopped rank 0": (
+        partial(Hangs, hanging.stop, 0), RANKS,
+        "rank 0 is stopped (SIGSTOP); rank 1 waits for it in backward",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_hang_is_reported_with_rank_phase_and_line(tmp_path: Path, kind: str) -> None:
+    """While it hangs; each rank that runs leaves the stacks of its threads and its workers."""
+    module, options, expected = PLANTED[kind]
+    with training(tmp_path, module(), **options):
+        assert expected in reported(tmp_path)
+        (stacks, *_) = until(lambda: [*tmp_path.glob("*/hang/rank?.stacks.txt")])
+        assert "MainThread" in stacks.read_text() or "GIL" in kind
+        output = tmp_path / "output"
+        until(lambda: "lightning_perf: the training hangs: " in output.read_text())
+
+
+@pytest.mark.slow
+def test_summary_and_page_say_so_while_it_hangs(tmp_path: Path) -> None:
+    """The entry has no end; the page has a section; nothing says that the run has ended."""
+    with training(tmp_path, Hangs(hanging.sleep), log_every_n_steps=1):
+        (page,) = until(lambda: [*tmp_path.glob("*/report.html")])
+        summary = read_summary(page.with_name("summary.json"))
+        (hang,) = summary["hangs"]
+    assert summary["status"] == "running"
+    assert hang.keys() == {"began", "seconds", "stage", "batch", "ranks", "phase", "text"}
+    assert (hang["stage"], hang["batch"], hang["phase"]) == ("train", hanging.BATCH, "forward")
+    assert "hangs, for" in page.read_text()
+
+
+@pytest.mark.slow
+def test_one_report_per_hang_and_one_more_elsewhere(tmp_path: Path) -> None:
+    """A training that goes on says how long it stood; the report of its end has both hangs."""
+
+    class Twice(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx in (5, 9):
+                time.sleep({5: 3.0, 9: 12.0}[batch_idx])  # three times the first is expected
+            return super().training_step(batch, batch_idx)
+
+    with training(tmp_path, Twice()) as process:
+        process.join()
+        assert process.exitcode == 0
+    (path,) = tmp_path.glob("*/summary.json")
+    first, second = read_summary(path)["hangs"]
+    assert (first["batch"], second["batch"]) == (5, 9)
+    assert first["seconds"] >= 2.5
+    assert first["ended"] <= second["began"] < second["ended"]
+    assert [each.name for each in path.parent.glob("report*.html")] == ["report.html"]
+    assert "# The training stood" in reported(tmp_path)
+
+
+PAUSE = 2.0
+
+
+class Pausing(Small):
+    """Pauses for half of the limit in a step, a sample, a validation, and a checkpoint."""
+
+    def pause(self) -> None:
+        time.sleep(PAUSE)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            self.pause()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.pause()
+
+    def on_save_checkpoint(self, checkpoint: Any) -> None:
+        self.pause()
+
+
+@pytest.mark.slow
+def test_pauses_of_half_the_limit_are_no_hang(tmp_path: Path) -> None:
+    """Twenty trainings with slow steps, samples, validations and checkpoints: no alarm."""
+    options: dict[str, Any] = {
+        "after": f"{2 * PAUSE:.0f}s", "limit_val_batches": 3, "enable_checkpointing": True,
+        "num_sanity_val_steps": 1,
+    }  # fmt: skip
+    for start in range(0, 20, 10):
+        with ExitStack() as stack:
+            running = []
+            for number in range(start, start + 10):
+                (folder := tmp_path / str(number)).mkdir()
+                samples = Samples(partial(time.sleep, PAUSE))
+                running.append(stack.enter_context(training(folder, Pausing(), samples, **options)))
+            for process in running:
+                process.join()
+            assert [process.exitcode for process in running] == [0] * 10
+    assert not [*tmp_path.rglob("hang")]
+    assert not any("hangs" in read_summary(path) for path in tmp_path.rglob("summary.json"))
+
+
+@pytest.mark.slow
+def test_a_rank_that_makes_progress_is_waited_for(tmp_path: Path) -> None:
+    """Others wait for it longer than the limit; there is no alarm, and no file is left."""
+
+    class Late(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 5 and self.global_rank == 1:
+                for _ in range(8):
+                    time.sleep(0.5)
+                    with self.trainer.profiler.profile("[Strategy]Late.training_step"):
+                        pass
+            return super().training_step(batch, batch_idx)
+
+    with training(tmp_path, Late(), **RANKS) as process:
+        process.join()
+        assert process.exitcode == 0
+    assert "hangs" not in (tmp_path / "output").read_text()
+    assert not [*tmp_path.glob("*/hang")]
+
+
+@pytest.mark.slow
+def test_abort_ends_the_process_with_its_exit_code(tmp_path: Path) -> None:
+    """After the report, so that a scheduler starts the job again."""
+    with training(tmp_path, Hangs(hanging.deadlock), action="abort") as process:
+        process.join()
+        assert process.exitcode == 75
+    assert "in forward" in reported(tmp_path)
+    assert [*tmp_path.glob("*/report.html")]
+
+
+@pytest.mark.slow
+def test_the_report_is_uploaded_while_it_hangs(tmp_path: Path) -> None:
+    """Into a store; an MLflow run gets it in the same way."""
+    store = tmp_path / "store"
+    with training(tmp_path, Hangs(hanging.sleep), default_root_dir=f"file://{store}"):
+        until(lambda: {"report.md", "rank0.stacks.txt"} <= {p.name for p in store.rglob("hang/*")})
+
+
+def state_of_process() -> tuple[Any, ...]:
+    """Signals, files and threads of this process."""
+    status = (PROC / "self/status").read_text().splitlines()
+    # Of real-time signals: Lightning resets others that Python does not know, such as pytest's.
+    masks = [int(x.split()[1], 16) >> 33 for x in status if x[:6] in ("SigBlk", "SigIgn", "SigCgt")]
+    stacks = []
+    for link in (PROC / "self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of this loop
+            stacks += [name for name in [str(link.readlink())] if "lightning_perf:stacks" in name]
+    names = [each.name for each in threading.enumerate() if "watchdog" in each.name]
+    return masks, stacks, names
+
+
+class Failing(L.Callback):
+    """Raises in the middle, and looks at the process."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises, self.seen = raises, ()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen = state_of_process()
+        if self.raises and trainer.global_step == 3:
+            raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("thread", [False, True])
+def test_nothing_stays_behind(tmp_path: Path, raises: bool, thread: bool) -> None:
+    """Handlers, files and threads are as before, also after an error and off the main thread."""
+    before, watch = state_of_process(), Failing(raises)
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match="planted") if raises else nullcontext():
+            trainer(tmp_path, Hang(), watch, logger=Records()).fit(Small())
+
+    if thread:
+        other = threading.Thread(target=run)
+        other.start()
+        other.join()
+    else:
+        run()
+    masks, stacks, names = watch.seen
+    assert masks != before[0]
+    assert (len(stacks), names) == (1, ["lightning_perf watchdog"])
+    assert state_of_process() == before
+    assert not [*tmp_path.glob("*/hang")]
+
+
+def test_a_nested_training_has_a_signal_of_its_own(tmp_path: Path) -> None:
+    """As within a callback; the outer one's handler stays."""
+    seen = []
+
+    class Nested(L.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            inner = Failing(False)
+            trainer(tmp_path / "inner", Hang(), inner).fit(Small())
+            seen.extend([inner.seen, state_of_process()])
+
+    trainer(tmp_path, Hang(), Nested()).fit(Small())
+    (inner, _, _), (outer, files, _) = seen
+    assert inner != outer
+    assert len(files) == 1
+
+
+def test_it_can_be_copied_in_a_run(tmp_path: Path) -> None:
+    """The copy has the arguments, and no thread."""
+
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            again = pickle.loads(pickle.dumps(hang))
+            assert (again.after, again.action) == (copy.deepcopy(hang).after, "report")
+
+    hang = Hang(after="5m")
+    trainer(tmp_path, hang, Copies()).fit(Small())
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"after": "10ba"}, "after='10ba' has a wrong unit"),
+        ({"after": "0s"}, "after='0sec' is not positive"),
+        ({"after": "soon"}, "after='soon' is not a valid time"),
+        ({"action": "kill"}, "action='kill' is neither 'report' nor 'abort'"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], problem: str) -> None:
+    """At construction, with what is allowed."""
+    with pytest.raises(ConfigError, match=problem):
+        Hang(**options)
+
+
+# -- lightning-perf stacks ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_stacks_of_a_training_are_shown_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By process id and by run; the training goes on."""
+    module = Hangs(partial(time.sleep, 15))
+    with training(tmp_path, module, Samples(), 1, after="120s", log_every_n_steps=1) as process:
+        until(lambda: _in(process.pid, "training_step"))
+        capsys.readouterr()
+        assert exit_code("stacks", str(process.pid), "--json") == 0
+        first, *children = json.loads(capsys.readouterr().out)
+        assert first["pid"] == process.pid
+        assert "in training_step" in first["text"]
+        assert any("_worker_loop" in child["text"] for child in children)
+        its = {"host": platform.node(), "pid": process.pid}
+        summary = {"version": 2, "run": "r", "status": "running", "process": its, "stages": {}}
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        assert exit_code("stacks", str(tmp_path)) == 0
+        assert "in training_step" in capsys.readouterr().out
+        (tmp_path / "summary.json").write_text(json.dumps(summary | {"process": {"host": "far"}}))
+        assert exit_code("stacks", str(tmp_path)) == 1
+        assert "runs on far" in capsys.readouterr().err
+        process.join()
+        assert process.exitcode == 0
+
+
+def _in(pid: int, function: str) -> bool:
+    try:
+        return f"in {function}" in stacks_of(pid)
+    except (LookupError, TimeoutError):
+        return False
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ["sleep", "30"],
+        ["bash", "-c", "trap 'echo cleanup' EXIT; echo ready; sleep 60; true"],
+        [
+            sys.executable, "-c",
+            "import faulthandler, signal, time\n"
+            "for n in range(signal.SIGRTMIN, signal.SIGRTMAX): faulthandler.register(n)\n"
+            "time.sleep(60)",
+        ],
+    ],
+    ids=["no handler", "shell", "another handler"],
+)  # fmt: skip
+def test_a_process_without_our_handler_is_not_signalled(
+    script: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal would end it."""
+    process = subprocess.Popen(script, stdout=subprocess.DEVNULL)
+    try:
+        with pytest.raises(LookupError):
+            stacks_of(process.pid)
+        assert exit_code("stacks", str(process.pid)) == 1
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert "with Hang()" in capsys.readouterr().err
+
+
+def test_a_program_that_a_training_starts_is_not_signalled(tmp_path: Path) -> None:
+    """It inherits neither the handler nor the file, as a spawned worker."""
+    found = []
+
+    class Starts(L.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            with subprocess.Popen(["sleep", "60"], close_fds=False) as process:
+                found.append(dump_of(process.pid))
+                assert process.poll() is None
+                process.kill()
+
+    trainer(tmp_path, Hang(), Starts()).fit(Small())
+    (dump,) = found
+    assert dump.text == ""
+
+
+def test_a_process_of_another_user_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor is it signalled; and neither is one that does not exist."""
+    with process_of_another_user() as pid:
+        assert exit_code("stacks", str(pid)) == 1
+        assert "another user" in capsys.readouterr().err
+    assert exit_code("stacks", "999999999") == 1
+    assert "there is no process" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""Who makes a training hang, from the states of all ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lightning_perf.diagnosis.hang import RankState, culprits, page_parts, report, sentence
+from lightning_perf.errors import DAMAGE
+
+LOADS = {"category": "dataloader_next", "seconds": 312.0}
+WAITS = {"category": "backward", "name": "DistributedDataParallel.gradients", "seconds": 310.0}
+
+
+def states(*of: dict[str, Any], **others: Any) -> list[RankState]:
+    return [RankState(rank, stage="train", **each, **others) for rank, each in enumerate(of)]
+
+
+def test_the_sentence_names_rank_place_and_who_waits() -> None:
+    """As the issue has it: the worker, its line, since when, and the ranks that wait."""
+    worker = "worker 2 waits in `read(path)`, dataset.py:41"
+    found = states(WAITS, WAITS, WAITS, LOADS | {"workers": (worker,)})
+    assert sentence(found) == (
+        "rank 3 has been in dataloader_next (worker 2 waits in `read(path)`, dataset.py:41) for "
+        "312 s; ranks 0 to 2 wait for it in backward"
+    )
+
+
+GPU = {"category": "forward"}
+CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
+    "one rank": ([LOADS], [0]),
+    "one that does not wait": ([WAITS, GPU, WAITS], [1]),
+    "several that do not wait": ([WAITS, LOADS, GPU], [1, 2]),
+    "a stopped rank before all others": ([WAITS, LOADS, {"missing": "is stopped"}], [2]),
+    "one that went past a collective": (
+        [{"category": "forward", "collective": "barrier"}, WAITS, GPU | {"collective": "barrier"}],
+        [1],
+    ),
+    "one in the next batch": (
+        [WAITS, WAITS | {"batch": 1, "category": "other", "name": "Trainer.broadcast_sigterm"}],
+        [1],
+    ),
+    "a GPU that is elsewhere": ([GPU, GPU, LOADS, GPU], [2]),
+    "all in one collective": ([WAITS, WAITS], [0, 1]),
+    "all at one place": ([GPU, GPU], [0, 1]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_culprit_is_the_rank_that_the_others_wait_for(case: str) -> None:
+    """Ranks that wait in a collective are not, but for one that is ahead."""
+    of, expected = CASES[case]
+    assert [each.rank for each in culprits(states(*of))] == expected
+
+
+def test_the_rank_that_did_not_join_is_named() -> None:
+    """Where all ranks wait in different collectives."""
+    forward = {"category": "forward", "collective": "barrier", "place": "`barrier()`, a.py:3"}
+    assert sentence(states(forward, WAITS)) == (
+        "rank 1 has been in backward for 310 s; rank 0 waits for it in forward (barrier, "
+        "`barrier()`, a.py:3); rank 1 did not join a collective of the others"
+    )
+
+
+def test_views_show_names_of_strangers_as_text() -> None:
+    """The report is Markdown with one row per rank, whatever the names are."""
+    found = states(LOADS | {"place": "a|b\n<script>"})
+    hang = {"began": "now", "batch": 3, "seconds": 3.0, "text": sentence(found)}
+    text = report(hang, found)
+    assert "<script" not in text
+    assert len([row for row in text.splitlines() if row.startswith("|")]) == 3
+    assert "hangs, for 3 s so far" in str([*page_parts([hang])])
+    assert "stood for 3 s" in str([*page_parts([hang | {"ended": "later"}])])
+
+
+def test_a_state_survives_its_file_and_damaged_ones_are_refused() -> None:
+    """Types and lengths are checked, since another process has written it."""
+    (state,) = states(LOADS | {"workers": ("worker 1",), "place": "x" * 1000})
+    content = json.loads(json.dumps(state.as_dict()))
+    again = RankState.of(content)
+    assert (again.workers, again.category) == (("worker 1",), "dataloader_next")
+    assert len(again.place) == 300
+    for damage in ({"seconds": "x"}, {"workers": 3}, {"pid": []}):
+        with pytest.raises(DAMAGE):
+            RankState.of({**content, **damage})
+    with pytest.raises(DAMAGE):
+        RankState.of({})

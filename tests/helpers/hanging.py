@@ -1,0 +1,140 @@
+"""Trainings that hang in different ways, each in a process of its own that is killed at the end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from helpers.small import WIDTH, Records, Small, trainer
+from lightning_perf import Hang, Suite, Timings
+
+#: The batch in which trainings hang.
+BATCH = 5
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """64 samples, of which one may take forever."""
+
+    def __init__(self, hang: Callable[[], object] = int) -> None:
+        self.hang = hang
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 40:
+            self.hang()
+        return torch.ones(WIDTH), torch.ones(1)
+
+
+class Hangs(Small):
+    """Calls a function in one batch, on one rank."""
+
+    def __init__(self, hang: Callable[[], object] = int, rank: int = 0) -> None:
+        super().__init__()
+        self.hang, self.rank = hang, rank
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == BATCH and self.global_rank == self.rank:
+            self.hang()
+        return super().training_step(batch, batch_idx)
+
+
+class BlockedLogger(Records):
+    """Waits for the answer of a server that accepts connections, and never answers."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if step is not None and step >= BATCH:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                socket.create_connection(server.getsockname()).recv(1)  # socket
+
+
+def sleep() -> None:
+    time.sleep(1000)  # sleep
+
+
+def read_pipe() -> None:
+    reader, _ = os.pipe()
+    os.read(reader, 1)  # pipe
+
+
+def deadlock() -> None:
+    first, second = threading.Lock(), threading.Lock()
+    held = threading.Event()
+
+    def other() -> None:
+        with second:
+            held.set()
+            first.acquire()
+
+    with first:
+        threading.Thread(target=other, daemon=True).start()
+        held.wait()
+        second.acquire()  # deadlock
+
+
+def barrier() -> None:
+    torch.distributed.barrier()  # barrier
+
+
+def hold_gil(seconds: int = 1000) -> None:
+    ctypes.PyDLL(None).sleep(seconds)  # gil
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def line(marker: str) -> str:
+    """The place of a line with this comment, as reports have it."""
+    lines = Path(__file__).read_text().splitlines()
+    found = next(n for n, text in enumerate(lines, 1) if text.endswith(f"  # {marker}"))
+    return f"`{lines[found - 1].strip()}`, hanging.py:{found}"
+
+
+def fit(
+    folder: Path, module: Small, samples: Samples | None = None, workers: int = 0,
+    after: str = "1s", action: str = "report", **options: Any,
+) -> None:  # fmt: skip
+    """Train with a small limit."""
+    suite = Suite([Timings(), Hang(after, action)])
+    loader = DataLoader(samples or Samples(), 4, num_workers=workers)
+    trainer(folder, suite, **options).fit(module, loader)
+
+
+@contextmanager
+def training(folder: Path, *args: Any, **options: Any) -> Iterator[Any]:
+    """The process of a training, which is killed with all of its own processes."""
+    process = get_context("fork").Process(target=_train, args=(folder, args, options))
+    process.start()
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):  # they have ended
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
+def _train(folder: Path, args: Any, options: Any) -> None:
+    os.setsid()
+    with (folder / "output").open("w", buffering=1) as sys.stderr:
+        sys.stdout = sys.stderr
+        warnings.simplefilter("default")
+        # pytest keeps warnings otherwise.
+        warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+        fit(folder, *args, **options)
