@@ -10,10 +10,12 @@ from lightning_perf import checks
 from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.termination import hurried
 from lightning_perf.run.watchdog import Watchdog
+from lightning_perf.tracking.notify import Notifier
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from lightning_perf.run.run import Run
 
@@ -32,6 +34,8 @@ class Hang(PerfCallback):
         after: The time without progress, in seconds, minutes or hours.
         action: ``"report"`` lets the training wait; ``"abort"`` ends each process with exit code
             75 after the report, for schedulers that start the job again.
+        notify: A function that is called with each hang, a dictionary, on a thread of its own; or
+            the URL of a webhook, to which it is posted as JSON. As that of `Diagnosis`.
 
     Raises:
         ConfigError: The time is malformed, not positive or in another unit, or the action unknown.
@@ -44,7 +48,12 @@ class Hang(PerfCallback):
 
     has_hooks = False
 
-    def __init__(self, after: Time | str = "120s", action: str = "report") -> None:
+    def __init__(
+        self,
+        after: Time | str = "120s",
+        action: str = "report",
+        notify: Callable[[dict[str, Any]], object] | str | None = None,
+    ) -> None:
         super().__init__()
         self.after = after
         self._seconds = float(checks.times("after", after, "120s", units={TimeUnit.SECOND}).value)
@@ -55,6 +64,9 @@ class Hang(PerfCallback):
         #: The hangs of the run so far, as `summary.json` has them.
         self.hangs: list[dict[str, Any]] = []
         self._watchdog: Watchdog | None = None
+        # Not `notify`, which would be logged with the other settings: the URL is a secret.
+        self._notifier = None if notify is None else Notifier(notify)
+        self._run_name = ""
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -65,13 +77,24 @@ class Hang(PerfCallback):
         self.hangs = []
         if not context.reporting.root(None).discards:  # a trial run
             abort = self.action == "abort"
-            self._watchdog = Watchdog(context, self._seconds, abort, self.hangs)
+            self._run_name = context.run_name
+            self._watchdog = Watchdog(context, self._seconds, abort, self._found)
+
+    def _found(self, hang: dict[str, Any]) -> None:
+        self.hangs.append(hang)
+        if self._notifier is not None:
+            text = f"{self._run_name} hangs: {hang['text']}"
+            self._notifier({"event": "hang", "run": self._run_name, **hang, "text": text})
+            if self.action == "abort":  # the process ends soon
+                self._notifier.close()
 
     @override
     def close(self, context: Run, reason: str) -> None:
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
             watchdog.close(context.trainer)
+        if self._notifier is not None:
+            self._notifier.close(until=hurried)
 
     @override
     def summary_sections(self) -> Mapping[str, Any]:

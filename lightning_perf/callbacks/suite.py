@@ -13,6 +13,8 @@ from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.run.run import Run
@@ -153,14 +155,18 @@ class Suite(PerfCallback):
                 part.load_state_dict(state_dict[key])
 
 
-def always_on(show_summary: bool = True) -> Suite:
+def always_on(
+    show_summary: bool = True, notify: Callable[[dict[str, Any]], object] | str | None = None
+) -> Suite:
     """A `Suite` of what costs little: throughput, MFU, times, hardware, diagnosis, hang reports.
 
     Args:
         show_summary: Whether to print the summary of the run at its end, on rank 0.
+        notify: A function or the URL of a webhook that gets critical verdicts and hangs: see
+            `Diagnosis`.
 
     Raises:
-        ConfigError: ``show_summary`` is not a bool.
+        ConfigError: An argument is not valid.
 
     Example:
         >>> import lightning as L
@@ -180,8 +186,8 @@ def always_on(show_summary: bool = True) -> Suite:
         Flops(schedule="every 50ba"),
         Timings(),
         SystemMetrics(),
-        Diagnosis(terminal=show_summary),
-        Hang(),
+        Diagnosis(terminal=show_summary, notify=notify),
+        Hang(notify=notify),
     ]
     return Suite(parts, show_summary)
 

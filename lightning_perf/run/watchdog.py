@@ -38,7 +38,7 @@ from lightning_perf.system.stacks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from lightning.pytorch import Trainer
@@ -80,12 +80,14 @@ class Watchdog:
         run: Watched until `close`, or until nothing else refers to it.
         after: Seconds without progress, at least, until the training hangs.
         abort: Whether a hang ends the process after its report.
-        hangs: Receives an entry of `summary.json` per hang.
+        found: Called with the entry of each hang in `summary.json`, which is completed later.
     """
 
-    def __init__(self, run: Run, after: float, abort: bool, hangs: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, run: Run, after: float, abort: bool, found: Callable[[dict[str, Any]], None]
+    ) -> None:
         self._run, self._clock = weakref.ref(run), run.require_times().clock
-        self._after, self._abort, self._hangs = after, abort, hangs
+        self._after, self._abort, self._found = after, abort, found
         self._poll = min(_POLL, after / 10)
         self._signal = hold_signal()
         self._stop, self._ready = Event(), Event()
@@ -105,7 +107,7 @@ class Watchdog:
         sys.setprofile(None)  # as in `Worker`
         stacks = Stacks(self._signal)
         try:
-            watch = _Watch(stacks, self._clock, self._after, self._poll, self._hangs)
+            watch = _Watch(stacks, self._clock, self._after, self._poll, self._found)
             self._ready.set()
             while not self._stop.wait(self._poll) and (run := self._run()) is not None:
                 watch.look(run)
@@ -125,10 +127,15 @@ class _Watch:
     """What the watchdog of a rank knows between two looks."""
 
     def __init__(
-        self, stacks: Stacks, clock: Clock, after: float, poll: float, hangs: list[dict[str, Any]]
+        self,
+        stacks: Stacks,
+        clock: Clock,
+        after: float,
+        poll: float,
+        found: Callable[[dict[str, Any]], None],
     ) -> None:
         self._stacks, self._clock, self._after, self._poll = stacks, clock, after, poll
-        self._hangs = hangs
+        self._found = found
         #: Whether the present hang was reported, by this rank or another.
         self.reported = False
         self._position: object = None
@@ -370,7 +377,7 @@ class _Watch:
             "text": sentence(states),
         }
         self._states, self.reported = states, True
-        self._hangs.append(self._entry)
+        self._found(self._entry)
         path = self._publish(run)
         text = f"the training hangs: {self._entry['text']}"
         warn(f"{text}. The stacks of all ranks are in {path}." if path else f"{text}.")

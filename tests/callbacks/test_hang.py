@@ -143,6 +143,25 @@ class Pausing(Small):
         self.pause()
 
 
+def test_a_hang_is_passed_on_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """``notify`` gets the run, the text and the entry of `summary.json`."""
+    events: list[dict[str, Any]] = []
+
+    class Waits(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if index == 5:
+                until(lambda: events)
+
+    hang = Hang(after="1s", notify=events.append)
+    trainer(tmp_path, hang, Waits(), logger=Records()).fit(Small())
+    (event,) = events
+    assert event["event"] == "hang"
+    assert event["text"].endswith(hang.hangs[0]["text"])
+    assert event["run"] in event["text"]
+    assert event["batch"] == 5
+    caplog.clear()  # the warning
+
+
 @pytest.mark.slow
 def test_pauses_of_half_the_limit_are_no_hang(tmp_path: Path) -> None:
     """Twenty trainings with slow steps, samples, validations and checkpoints: no alarm."""
