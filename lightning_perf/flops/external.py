@@ -127,11 +127,17 @@ EXTERNAL: dict[str, ByName | Callable[..., Any] | None] = {
 }
 #: What a call of can be counted; other callables have more than their call.
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
-#: Triton kernels whose work does not count, as that of elementwise operators.
+#: Words in the names of Triton kernels, between underscores: of those with products ...
+_HEAVY_KERNEL = re.compile(
+    r"gemm(?!a)|gemv|mat_?mul|attn|attention|flash|linear|neighborhood"
+    r"|(?:^|_)(?:[^\W_]*mm|mv|dot|conv[23]?d?|grouped|proj|scan|moe|delta)\d*(?:_|$)",
+    re.IGNORECASE,
+)
+#: ... and of those whose work does not count otherwise, as that of elementwise operators.
 _LIGHT_KERNEL = re.compile(
-    r"norm|rope|rotary|embedding|glu|elu|silu|sigmoid|softmax|cross_entropy|kldiv|jsd|dropout|cumsum"
-    r"|conv1d|quant|adam|optim|copy|fill|cast|convert|elementwise|element_mul|reduce|activation|l2"
-    r"|loss|_fg_|_dfg_|_exact_|_approx_",
+    r"(?:^|_)(?:[^\W_]*(?:norm|glu|elu|silu|max|sigmoid|entropy|rope|embedding|conv1d|quant"
+    r"|quanti[sz]ed?|cast|copy|cumsum|sumexp)|normalize|rotary|kldiv|kl|jsd|distance|dyt|dropout"
+    r"|adamw?|optim\w*|fill|convert|element(?:wise)?|reduce|activation|loss|fg|dfg|exact|approx)\d*(?:_|$)",
     re.IGNORECASE,
 )
 
@@ -178,6 +184,11 @@ def flop_formula(target: Any, formula: Callable[..., Any]) -> None:
     else:
         problem = "is no operator, function, module class or address of one"
         raise ConfigError("target", target, problem, '"my_package.kernels:scan"')
+
+
+def _is_light(kernel: str) -> bool:
+    """Whether the work of a Triton kernel does not count, by its name."""
+    return bool(_LIGHT_KERNEL.search(kernel)) and not _HEAVY_KERNEL.search(kernel)
 
 
 # -- calls while a batch is counted --------------------------------------------------------------
@@ -277,7 +288,7 @@ class Wrapped:
             if counter is not None and not counter.within_external:
                 with suppress(Exception):
                     function = getattr(kernel, "fn", kernel)
-                    if not _LIGHT_KERNEL.search(function.__name__):
+                    if not _is_light(function.__name__):
                         counter.add_unknown(f"{function.__module__}.{function.__name__}")
             return original(kernel, *args, **kwargs)
 
