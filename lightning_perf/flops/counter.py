@@ -25,6 +25,7 @@ from lightning_perf.flops.operators import (
     Formula,
     formula_of,
     is_composite,
+    operand,
     qualified_name,
     tf32_is_on,
     work_of,
@@ -264,10 +265,11 @@ def _dtype(formula: Formula, tensors: Sequence[Tensor]) -> tuple[str, int]:
     """The dtype of the operands, and by what the FLOPs of real numbers are multiplied."""
     if any(tensor.layout in _SPARSE for tensor in tensors):
         raise NotImplementedError  # it depends on the values
-    dtype = tensors[0].dtype
+    first = operand(tensors)
+    dtype = first.dtype
     name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
     # MIOpen, cuDNN's counterpart on AMD devices, has no TensorFloat-32.
-    nvidia = tensors[0].device.type == "cuda" and torch.version.hip is None
+    nvidia = first.device.type == "cuda" and torch.version.hip is None
     if nvidia and formula in CUDNN and name == "float32" and tf32_is_on(cudnn=True):
         name = "tf32"
     return name, 4 if dtype.is_complex else 1

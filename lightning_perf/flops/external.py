@@ -22,7 +22,14 @@ from torch import Tensor, nn
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops.attention import Attention, Work
-from lightning_perf.flops.operators import FORMULAS, ByCall, ByName, formula_of, qualified_name
+from lightning_perf.flops.operators import (
+    FORMULAS,
+    ByCall,
+    ByName,
+    formula_of,
+    operand,
+    qualified_name,
+)
 from lightning_perf.patches import MethodPatch
 
 if TYPE_CHECKING:
@@ -359,7 +366,7 @@ def _record(
         works = [*map(_work, flops if type(flops) is tuple else (flops, 2 * flops))]
         rest = max(1 - seen / works[0].flops, 0.0) if works[0].flops else float(not seen)
         forward, backward = (Work(round(w.flops * rest), round(w.hidden * rest)) for w in works)
-        dtype = _dtype(name, next(_tensors([*args, *kwargs.values()])))
+        dtype, later = _dtypes(name, [*args, *kwargs.values()], out)
     except Exception:  # there is no formula, or it does not know these arguments
         counter.add_unknown(name)
         return
@@ -367,21 +374,30 @@ def _record(
     # Not a leaf: the hook would stay on the user's parameter.
     result: Any = next((tensor for tensor in _tensors([out]) if tensor.grad_fn is not None), None)
     if result is not None and backward.flops:
-        result.register_hook(lambda _: counter.add(dtype, backward))
+        result.register_hook(lambda _: counter.add(later, backward))
 
 
 def _work(flops: Any) -> Work:
     return flops if isinstance(flops, Work) else Work(int(flops))
 
 
-def _dtype(name: str, operand: Tensor) -> str:
-    """The dtype of the operands of a call."""
-    if name.startswith("transformer_engine") and _in_fp8():
-        return "float8_e4m3fn"
-    device = operand.device.type
+def _dtypes(name: str, args: list[Any], out: Any) -> tuple[str, str]:
+    """The dtypes of the operands of a call and of its backward."""
+    weights = args[0].parameters() if args and isinstance(args[0], nn.Module) else ()
+    first = operand([*_tensors(args), *_tensors([out]), *weights])
+    device = first.device.type
     in_autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if in_autocast else operand.dtype
-    return str(dtype).removeprefix("torch.")
+    dtype = torch.get_autocast_dtype(device) if in_autocast else first.dtype
+    high = str(dtype).removeprefix("torch.")
+    recipe = _recipe() if name.startswith("transformer_engine") else None
+    if recipe is None:
+        return high, high
+    if name.endswith("Attention"):
+        fp8 = getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
+        return ("float8_e4m3fn",) * 2 if fp8 else (high, high)
+    low = "float4_e2m1fn_x2" if getattr(recipe, "nvfp4", bool)() else "float8_e4m3fn"
+    # Its backward may use the operands before or after quantization, in high precision.
+    return low, high if getattr(recipe, "backward_override", None) else low
 
 
 def _tensors(values: list[Any]) -> Iterator[Tensor]:
@@ -392,10 +408,10 @@ def _tensors(values: list[Any]) -> Iterator[Tensor]:
             yield from _tensors([*value])
 
 
-def _in_fp8() -> bool:
-    """Whether Transformer Engine computes its products in FP8 now."""
+def _recipe() -> Any:
+    """The recipe of low precision that Transformer Engine uses now, or None."""
     for module in ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.quantization"):
         state = getattr(sys.modules.get(module), "FP8GlobalStateManager", None)
         if state is not None:
-            return bool(state.is_fp8_enabled())
-    return False
+            return state.get_fp8_recipe() if state.is_fp8_enabled() else None
+    return None

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import Counter
 from functools import lru_cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,13 +195,76 @@ def test_recomputation_counts_in_hardware_flops_only() -> None:
     assert counts.hardware == {"float32": 4 * PRODUCT}
 
 
+FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn_x2"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "products", "gradients", "attention"),
+    [
+        (None, "bfloat16", "bfloat16", "bfloat16"),
+        ({"fp8_dpa": False, "fp8_mha": False}, FP8, FP8, "bfloat16"),
+        ({"fp8_dpa": True}, FP8, FP8, FP8),
+        ({"fp8_dpa": False, "nvfp4": lambda: True}, FP4, FP4, "bfloat16"),
+        ({"backward_override": "high_precision"}, FP8, "bfloat16", "bfloat16"),
+    ],
+)
 @pytest.mark.usefixtures("transformer_engine")
-def test_products_under_fp8_have_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine says whether its products are in FP8."""
-    state = type("State", (), {"is_fp8_enabled": staticmethod(lambda: True)})
-    packages(monkeypatch, transformer_engine__pytorch__fp8={"FP8GlobalStateManager": state})
-    counts = counted(lambda: Linear()(torch.randn(TOKENS, IN)))
-    assert counts.model == {"float8_e4m3fn": PRODUCT}
+def test_low_precision_has_its_peak(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, products: str, gradients: str, attention: str
+) -> None:
+    """The recipe of Transformer Engine decides, for attention by an option of its own."""
+
+    class State:
+        is_fp8_enabled = staticmethod(lambda: recipe is not None)
+        get_fp8_recipe = staticmethod(lambda: SimpleNamespace(**recipe))
+
+    packages(monkeypatch, transformer_engine__pytorch__fp8={"FP8GlobalStateManager": State})
+    x = torch.randn(TOKENS, IN, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        counts = counted(lambda: Linear()(x).sum().backward())
+    expected = Counter({products: PRODUCT})
+    expected[gradients] += 2 * PRODUCT
+    assert counts.model == expected
+    q = torch.randn(8, 2, 3, 4, dtype=torch.bfloat16)
+    assert [*counted(lambda: DotProductAttention()(q, q, q)).model] == [attention]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_peak_is_that_of_the_operands(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Ids, masks and scales before them do not decide, for functions and operators."""
+    monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
+
+    def route(ids: Tensor, mask: Tensor, scale: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return gemm(x.float(), weight.float())
+
+    packages(monkeypatch, my_kernels={"route": route})
+    flop_formula("my_kernels:route", lambda *args, out: PRODUCT)
+    operator = torch.library.custom_op(f"perf_tests::route_{dtype}", route, mutates_args=())
+    flop_formula(operator, lambda *args, out: PRODUCT)
+    ids, mask = torch.zeros(TOKENS, dtype=torch.long), torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+    x, weight = (
+        torch.ones(size, dtype=getattr(torch, dtype)) for size in ((TOKENS, IN), (IN, OUT))
+    )
+    args, module = (ids, mask, torch.ones(OUT), x, weight), sys.modules["my_kernels"]
+    assert counted(lambda: module.route(*args)).model == {dtype: PRODUCT}
+    assert counted(lambda: operator(*args)).model == {dtype: PRODUCT}
+
+
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(IN, OUT, dtype=torch.bfloat16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids * 2
+
+
+def test_the_peak_of_a_module_that_gets_only_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of its weights."""
+    monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
+    flop_formula(Embeds, lambda module, ids, out: 7)
+    counts = counted(lambda: Embeds()(torch.zeros(3, dtype=torch.long)))
+    assert counts.model == {"bfloat16": 7}
 
 
 @pytest.mark.usefixtures("transformer_engine")
