@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,16 @@ def weighted(parts: Iterable[tuple[float, Counts]]) -> Counts:
     return Counts(model, hardware, round(operations), untracked, hidden)
 
 
+class Progress(NamedTuple):
+    """What was counted until now."""
+
+    flops: int
+    #: Of all calls, FLOPs whose backward autograd runs by operators of its own.
+    differentiable: int
+    #: Calls whose FLOPs are not known yet.
+    later: int
+
+
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the FLOPs of all operators that run inside, forward and backward.
 
@@ -131,15 +141,17 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._model: Counter[str] = Counter()
         self._hardware: Counter[str] = Counter()
         self._hidden: Counter[str] = Counter()
+        self._differentiable = 0
         # Calls whose FLOPs are known once the device has done them.
         self._later: list[tuple[str, Callable[[], Work], str, bool]] = []
         self._tracked = 0
         self._untracked_names: Counter[str] = Counter()
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """FLOPs so far, and the number of calls whose FLOPs are not known yet."""
-        return sum(self._hardware.values()), len(self._later)
+    def progress(self) -> Progress:
+        """What was counted so far; only in a recomputation, what is recomputed too."""
+        counted = self._hardware if is_recomputation() else self._model
+        return Progress(sum(counted.values()), self._differentiable, len(self._later))
 
     @property
     def counts(self) -> Counts:
@@ -151,7 +163,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             except Exception:
                 self._untracked_names[name] += 1
         return Counts(
-            dict(self._model), dict(self._hardware), self._tracked, dict(self._untracked_names),
+            dict(+self._model), dict(+self._hardware), self._tracked, dict(self._untracked_names),
             dict(self._hidden),
         )  # fmt: skip
 
@@ -230,7 +242,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add(self, dtype: str, work: Work) -> None:
         """Count a call that torch's dispatcher does not see."""
         if self._depth and not self.paused:
-            self._tracked += 1
+            self._tracked += work.flops > 0
             self._add(dtype, work, is_recomputation())
 
     def add_unknown(self, name: str) -> None:
@@ -240,6 +252,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, dtype: str, work: Work, recomputed: bool) -> None:
         self._hardware[dtype] += work.flops
+        if torch.is_grad_enabled():  # not in the forward of a torch.autograd.Function
+            self._differentiable += work.flops
         if not recomputed:
             self._model[dtype] += work.flops
             if work.hidden:

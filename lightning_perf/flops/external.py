@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops.attention import Attention, Work
+from lightning_perf.flops.batch import tensors
+from lightning_perf.flops.compat import current_backward, graph_position, nodes_since
 from lightning_perf.flops.operators import (
     FORMULAS,
     ByCall,
@@ -56,7 +58,7 @@ def _te_products(call: Call) -> tuple[int, int]:
     return flops, gradients * flops
 
 
-def _te_attention(call: Call) -> tuple[Work, Work]:
+def _te_attention(call: Call) -> Work:
     """Of Transformer Engine: tensors of the layout ``qkv_format``, such as ``sbhd``."""
 
     def option(name: str) -> Any:
@@ -77,11 +79,10 @@ def _te_attention(call: Call) -> tuple[Work, Work]:
 _TENSORS = ("query", "key", "value")
 
 
-def _attention(call: Call) -> tuple[Work, Work]:
+def _attention(call: Call) -> Work:
     """Attention with the heads after the length, as in flash-attn."""
-    works = (Attention(backward=backward)(call) for backward in (False, True))
-    forward, backward = (work() if callable(work) else work for work in works)
-    return forward, backward
+    work = Attention()(call)
+    return work() if callable(work) else work
 
 
 def _selective_scan(call: Call) -> int:
@@ -226,14 +227,14 @@ def _call(
     counter = active()
     if counter is None or counter.within_external:
         return original(*args, **kwargs)
-    counter.within_external, out, before = formula is not None, None, counter.progress
+    counter.within_external, out = formula is not None, None
+    before, position = counter.progress, graph_position()
     try:
         out = original(*args, **kwargs)
     finally:  # a recomputation may end by an exception
         counter.within_external = False
-        seen, later = (now - then for now, then in zip(counter.progress, before, strict=True))
         with suppress(Exception):
-            _record(counter, name, formula, original, args, kwargs, out, inf if later else seen)
+            _record(counter, name, formula, original, args, kwargs, out, before, position)
     return out
 
 
@@ -350,12 +351,13 @@ _PLACES = _Places()
 
 def _record(
     counter: Any, name: str, formula: Any, original: Any, args: Any, kwargs: Any, out: Any,
-    seen: float,
+    before: Any, position: int | None,
 ) -> None:  # fmt: skip
-    """Count a call now, and its backward when the gradient of its result is computed.
+    """Count a call that is over, and its backward when that runs.
 
-    FLOPs of operators that torch has ``seen`` in the call count already, and so do their backwards.
+    FLOPs of operators that torch has seen in them since ``before`` are counted already.
     """
+    seen, differentiable = _since(counter, before)
     try:
         if isinstance(formula, ByName):
             bound = signature(original).bind(*args, **kwargs)
@@ -363,28 +365,92 @@ def _record(
             flops: Any = formula.formula(bound.arguments)
         else:
             flops = formula(*args, **kwargs, out=out)
-        works = [*map(_work, flops if type(flops) is tuple else (flops, 2 * flops))]
-        rest = max(1 - seen / works[0].flops, 0.0) if works[0].flops else float(not seen)
-        forward, backward = (Work(round(w.flops * rest), round(w.hidden * rest)) for w in works)
+        forward, *pair = map(_work, flops if type(flops) is tuple else (flops,))
         dtype, later = _dtypes(name, [*args, *kwargs.values()], out)
     except Exception:  # there is no formula, or it does not know these arguments
         counter.add_unknown(name)
         return
-    counter.add(dtype, forward)
-    # Not a leaf: the hook would stay on the user's parameter.
-    result: Any = next((tensor for tensor in _tensors([out]) if tensor.grad_fn is not None), None)
-    if result is not None and backward.flops:
-        result.register_hook(lambda _: counter.add(later, backward))
+    counter.add(dtype, _part(forward, forward.flops - seen))
+    # Twice the forward, but what autograd differentiates, which counts as it runs.
+    backward = pair[0] if pair else _part(forward, 2 * (forward.flops - differentiable))
+    # Results in attributes of an object, too, and arguments that are written to.
+    results = _tensors([*tensors(out, seen=set()), *tensors([args, kwargs])])
+    if backward.flops and any(tensor.grad_fn is not None for tensor in results):
+        try:
+            _Backward(counter, later, backward).watch(nodes_since(results, position), bool(pair))
+        except Exception:  # torch has changed
+            counter.add_unknown(name)
 
 
 def _work(flops: Any) -> Work:
     return flops if isinstance(flops, Work) else Work(int(flops))
 
 
+def _part(work: Work, flops: float) -> Work:
+    """Some FLOPs of a call, or none, with as many of them hidden."""
+    flops = max(flops, 0)
+    return Work(round(flops), round(work.hidden * flops / work.flops)) if work.flops else Work(0)
+
+
+def _since(counter: Any, before: Any) -> tuple[float, float]:
+    """The FLOPs that were counted since then, and those with a backward of autograd's own."""
+    flops, differentiable, later = (
+        now - then for now, then in zip(counter.progress, before, strict=True)
+    )
+    return (inf, inf) if later else (flops, differentiable)
+
+
+class _Backward:
+    """Counts the backward of a call while nodes of autograd's graph run that the call has made."""
+
+    def __init__(self, counter: Any, dtype: str, work: Work) -> None:
+        self._counter, self._dtype, self._work = counter, dtype, work
+        # What torch has seen and what was added, by backward.
+        self._seen: dict[int, float] = {}
+        self._added: dict[int, Work] = {}
+
+    def watch(self, nodes: set[Any], all_seen: bool) -> None:
+        """Count when a node that may launch kernels runs: not one of torch's own operators.
+
+        What torch sees in its own is part of the work if ``all_seen``.
+        """
+        for node in nodes:
+            opaque = not _OF_TORCH.fullmatch(node.name())
+            if all_seen or opaque:
+                self._watch(node, opaque)
+
+    def _watch(self, node: Any, counts: bool) -> None:
+        started: list[Any] = []
+
+        def start(_: object) -> None:
+            with suppress(Exception):
+                started.append(self._counter.progress)
+
+        def end(*_: object) -> None:
+            with suppress(Exception):
+                self._ran(_since(self._counter, started.pop())[0], counts)
+
+        node.register_prehook(start)
+        node.register_hook(end)
+
+    def _ran(self, seen: float, counts: bool) -> None:
+        run = current_backward()
+        self._seen[run] = self._seen.get(run, 0.0) + seen
+        if counts or run in self._added:
+            rest = _part(self._work, self._work.flops - self._seen[run])
+            flops, hidden = self._added.get(run, Work(0))
+            self._counter.add(self._dtype, Work(rest.flops - flops, rest.hidden - hidden))
+            self._added[run] = rest
+
+
+#: Nodes of torch's own operators.
+_OF_TORCH = re.compile(r"\w*Backward\d+")
+
+
 def _dtypes(name: str, args: list[Any], out: Any) -> tuple[str, str]:
     """The dtypes of the operands of a call and of its backward."""
     weights = args[0].parameters() if args and isinstance(args[0], nn.Module) else ()
-    first = operand([*_tensors(args), *_tensors([out]), *weights])
+    first = operand([*_tensors(tensors([args, out])), *weights])
     device = first.device.type
     in_autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if in_autocast else first.dtype
@@ -400,12 +466,8 @@ def _dtypes(name: str, args: list[Any], out: Any) -> tuple[str, str]:
     return low, high if getattr(recipe, "backward_override", None) else low
 
 
-def _tensors(values: list[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors([*value])
+def _tensors(values: Iterable[tuple[object, Any]]) -> list[Tensor]:
+    return [value for _, value in values if isinstance(value, Tensor)]
 
 
 def _recipe() -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -148,6 +150,147 @@ def test_operators_that_torch_sees_count_once(monkeypatch: pytest.MonkeyPatch, h
     counts = counted(lambda: model(x).sum().backward())
     assert counts.model == {"float32": 3 * PRODUCT * (1 + hidden)}
     assert counted(lambda: model(x)).model == {"float32": PRODUCT * (1 + hidden)}
+
+
+PRODUCTS = {"torch": torch.matmul, "kernel": gemm}
+
+
+def fused(forward: str, backward: str) -> Any:
+    """A product whose forward and backward torch sees, or does not."""
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return PRODUCTS[forward](x, weight)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            return PRODUCTS[backward](grad, weight.T), PRODUCTS[backward](x.T, grad)
+
+    return Fused.apply
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    output: Tensor
+
+
+class Opaque:
+    def __init__(self, output: Tensor) -> None:
+        self.output = output
+
+
+RESULTS: dict[str, tuple[Any, Any]] = {
+    "tensor": (lambda y: y, lambda out: out),
+    "dict": (lambda y: {"y": y}, lambda out: out["y"]),
+    "second": (lambda y: (y.sum(-1), y), lambda out: out[1]),
+    "dataclass": (lambda y: Result(y.mean(), y), lambda out: out.output),
+    "object": (Opaque, lambda out: out.output),
+}
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Registers a function with a formula, and returns its module."""
+    monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
+
+    def register(function: Any, formula: Any) -> Any:
+        packages(monkeypatch, my_kernels={"run": function})
+        flop_formula("my_kernels:run", formula)
+        return sys.modules["my_kernels"]
+
+    return register
+
+
+@pytest.mark.parametrize("recomputes", [None, "reentrant", "not reentrant"])
+@pytest.mark.parametrize("work", [PRODUCT, (PRODUCT, 2 * PRODUCT)], ids=["one", "pair"])
+@pytest.mark.parametrize(("forward", "backward"), [*product(PRODUCTS, PRODUCTS)])
+def test_what_torch_sees_of_either_direction_counts_once(
+    registered: Any, forward: str, backward: str, work: Any, recomputes: str | None
+) -> None:
+    """Three products per call, whatever of them runs as operators; also when recomputed."""
+    call = fused(forward, backward)
+    kernels = registered(lambda x, weight: call(x, weight), lambda *_, out: work)
+    x, weight = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
+
+    def step() -> None:
+        if recomputes is None:
+            y = kernels.run(x, weight)
+        else:
+            function = lambda x: kernels.run(x, weight)  # noqa: E731
+            y = checkpoint(function, x, use_reentrant=recomputes == "reentrant")
+        y.sum().backward()
+
+    counts = counted(step)
+    assert counts.model == {"float32": 3 * PRODUCT}
+    assert counts.hardware == {"float32": (3 + (recomputes is not None)) * PRODUCT}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_backward_counts_whatever_the_results_are(registered: Any, name: str) -> None:
+    """Also where the loss uses another result than the first; twice if it runs twice."""
+    wrap, choose = RESULTS[name]
+    call = fused("kernel", "kernel")
+    kernels = registered(lambda x, weight: wrap(call(x, weight)), lambda *_, out: PRODUCT)
+    x, weight = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
+    assert counted(lambda: choose(kernels.run(x, weight)).sum().backward()).model == {
+        "float32": 3 * PRODUCT
+    }
+
+    def twice() -> None:
+        loss = choose(kernels.run(x, weight)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    assert counted(twice).model == {"float32": 5 * PRODUCT}
+
+
+@pytest.mark.parametrize("work", [2 * PRODUCT, (2 * PRODUCT, 5 * PRODUCT)], ids=["one", "pair"])
+def test_a_kernel_beside_an_operator(registered: Any, work: Any) -> None:
+    """A pair may say that the backward of the kernel costs three products, not two."""
+    kernel = fused("kernel", "kernel")
+    kernels = registered(lambda x, a, b: kernel(x, a) + x @ b, lambda *_, out: work)
+    a, b = (torch.randn(IN, OUT, requires_grad=True) for _ in range(2))
+    x = torch.randn(TOKENS, IN, requires_grad=True)
+    counts = counted(lambda: kernels.run(x, a, b).sum().backward())
+    assert counts.model == {"float32": (7 if isinstance(work, tuple) else 6) * PRODUCT}
+    if not isinstance(work, tuple):  # without the gradient of one operand, of which torch decides
+        x = x.detach()
+        assert counted(lambda: kernels.run(x, a.detach(), b).sum().backward()).model == {
+            "float32": 3 * PRODUCT
+        }
+
+
+def test_a_kernel_that_writes_to_an_argument(registered: Any) -> None:
+    """Its backward is that of the argument."""
+    kernel = fused("kernel", "kernel")
+
+    def write(x: Tensor, a: Tensor, y: Tensor) -> None:
+        y.add_(kernel(x, a))
+
+    kernels = registered(write, lambda *_, out: PRODUCT)
+    x, a = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
+
+    def step() -> None:
+        y = torch.zeros(TOKENS, OUT)
+        kernels.run(x, a, y)
+        y.sum().backward()
+
+    assert counted(step).model == {"float32": 3 * PRODUCT}
+
+
+def test_without_numbers_of_nodes(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward is listed, not left out without a word."""
+    call = fused("kernel", "kernel")
+    kernels = registered(lambda x, weight: call(x, weight), lambda *_, out: PRODUCT)
+    monkeypatch.delattr(torch._C._autograd, "_get_sequence_nr")
+    x, weight = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
+    counts = counted(lambda: kernels.run(x, weight).sum().backward())
+    assert counts.model == {"float32": PRODUCT}
+    assert counts.untracked_names == {"my_kernels.run": 1}
 
 
 def test_attention_of_transformer_engine_that_is_an_operator_counts_once(
@@ -292,8 +435,18 @@ def test_other_calls_of_its_kernels_are_listed() -> None:
     assert not counts.model
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 def scans(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:  # noqa: N803
-    return u * 2
+    return Twice.apply(u) if u.requires_grad else u * 2
 
 
 def test_selective_scan_of_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
