@@ -106,7 +106,7 @@ class Attention:
         squares = query.numel() // (query.size(-1) * queries) if queries else 0
         blocks = call.get("block_mask")
         if blocks is not None:
-            return _of_blocks(blocks, squares, queries * keys, per_pair)
+            return _of_blocks(blocks, squares, queries, keys, per_pair)
         return _sum(per_pair * squares, [mask.pairs(queries, keys)])
 
 
@@ -129,26 +129,38 @@ def _sum(per_pair: int, squares: Sequence[tuple[int, int]]) -> Work:
 
 
 def _of_blocks(
-    mask: Sequence[Any], squares: int, square: int, per_pair: int
+    mask: Sequence[Any], squares: int, queries: int, keys: int, per_pair: int
 ) -> Work | Callable[[], Work]:
-    """The FLOPs of the blocks that a ``BlockMask`` of FlexAttention leaves, as a tuple."""
-    partial, full, (rows, columns) = mask[2], mask[4], mask[-3:-1]
-    numbers = [partial] if full is None else [partial, full]
+    """The FLOPs of the blocks that a ``BlockMask`` of FlexAttention leaves, as a tuple.
+
+    Border blocks count what exists of them.
+    """
+    partial, (rows, columns) = mask[2], mask[-3:-1]
+    _waits([partial])
+    first_rows = rows * torch.arange(partial.size(-1), device=partial.device)
+    heights = (queries - first_rows).clamp(0, rows)
+    pairs = heights.new_zeros(())
+    for numbers, indices in (mask[2:4], mask[4:6]):  # of partial and of full blocks
+        if numbers is not None:
+            listed = torch.arange(indices.size(-1), device=indices.device) < numbers.unsqueeze(-1)
+            widths = (keys - columns * indices.long()).clamp(0, columns) * listed
+            pairs = pairs + (heights * widths.sum(-1)).sum()
     # One mask may serve all batches and heads.
     repeats = squares // max(partial.numel() // partial.size(-1), 1)
-
-    def read(*numbers: Any) -> Work:
-        blocks = sum(int(np.sum(each)) for each in numbers)
-        return Work(per_pair * min(repeats * blocks * rows * columns, squares * square))
-
-    return when_read(numbers, read)
+    return when_read([pairs], lambda pairs: Work(per_pair * repeats * pairs))
 
 
 def when_read(tensors: Sequence[Tensor], then: Callable[..., Work]) -> Work | Callable[[], Work]:
     """Apply a function to the values of tensors: on a GPU later, because reading waits for it."""
-    if not any(tensor.is_cuda and not hasattr(tensor, "fake_mode") for tensor in tensors):
+    if not _waits(tensors):
         return then(*(tensor.tolist() for tensor in tensors))
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("reading values would end the capture of a CUDA graph")
     copies = [tensor.clone() for tensor in tensors]
     return lambda: then(*(copy.tolist() for copy in copies))
+
+
+def _waits(tensors: Sequence[Tensor]) -> bool:
+    """Whether reading values waits for a GPU; raises if it captures a CUDA graph now."""
+    waits = any(tensor.is_cuda and not hasattr(tensor, "fake_mode") for tensor in tensors)
+    if waits and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("reading values would end the capture of a CUDA graph")
+    return waits

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from lightning_perf.patches import MethodPatch, PatchSet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from types import FrameType
 
     from torch._C import DispatchKeySet
@@ -60,10 +60,36 @@ def is_recomputation() -> bool:
     return False
 
 
+def current_backward() -> int:
+    """A number of the backward that the calling thread runs; -1 if none, or torch does not tell."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return -1 if task is None else task()
+
+
 def is_in_backward() -> bool:
     """Whether the calling thread runs a backward; False where torch does not tell."""
-    task = getattr(torch._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
+    return current_backward() != -1
+
+
+def graph_position() -> int | None:
+    """The number of the next node of autograd's graph in this thread, where torch tells."""
+    find = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return None if find is None else find()
+
+
+def nodes_since(tensors: Iterable[Tensor], position: int | None) -> set[Any]:
+    """The nodes of autograd's graph behind some tensors that were made since a position."""
+    end, found = graph_position(), set()
+    if position is None or end is None:
+        raise NotImplementedError
+    waiting = [tensor.grad_fn for tensor in tensors]
+    while waiting:
+        node: Any = waiting.pop()
+        # The numbers of leaves are greater than all others.
+        if node is not None and node not in found and position <= node._sequence_nr() < end:
+            found.add(node)
+            waiting += [parent for parent, _ in node.next_functions]
+    return found
 
 
 def current_mode() -> object:

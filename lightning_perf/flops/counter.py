@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from lightning_perf.flops.operators import (
     Formula,
     formula_of,
     is_composite,
+    operand,
     qualified_name,
     tf32_is_on,
     work_of,
@@ -97,6 +98,16 @@ def weighted(parts: Iterable[tuple[float, Counts]]) -> Counts:
     return Counts(model, hardware, round(operations), untracked, hidden)
 
 
+class Progress(NamedTuple):
+    """What was counted until now."""
+
+    flops: int
+    #: Of all calls, FLOPs whose backward autograd runs by operators of its own.
+    differentiable: int
+    #: Calls whose FLOPs are not known yet.
+    later: int
+
+
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the FLOPs of all operators that run inside, forward and backward.
 
@@ -130,15 +141,17 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._model: Counter[str] = Counter()
         self._hardware: Counter[str] = Counter()
         self._hidden: Counter[str] = Counter()
+        self._differentiable = 0
         # Calls whose FLOPs are known once the device has done them.
         self._later: list[tuple[str, Callable[[], Work], str, bool]] = []
         self._tracked = 0
         self._untracked_names: Counter[str] = Counter()
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """FLOPs so far, and the number of calls whose FLOPs are not known yet."""
-        return sum(self._hardware.values()), len(self._later)
+    def progress(self) -> Progress:
+        """What was counted so far; only in a recomputation, what is recomputed too."""
+        counted = self._hardware if is_recomputation() else self._model
+        return Progress(sum(counted.values()), self._differentiable, len(self._later))
 
     @property
     def counts(self) -> Counts:
@@ -150,7 +163,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             except Exception:
                 self._untracked_names[name] += 1
         return Counts(
-            dict(self._model), dict(self._hardware), self._tracked, dict(self._untracked_names),
+            dict(+self._model), dict(+self._hardware), self._tracked, dict(self._untracked_names),
             dict(self._hidden),
         )  # fmt: skip
 
@@ -229,7 +242,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add(self, dtype: str, work: Work) -> None:
         """Count a call that torch's dispatcher does not see."""
         if self._depth and not self.paused:
-            self._tracked += 1
+            self._tracked += work.flops > 0
             self._add(dtype, work, is_recomputation())
 
     def add_unknown(self, name: str) -> None:
@@ -239,6 +252,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, dtype: str, work: Work, recomputed: bool) -> None:
         self._hardware[dtype] += work.flops
+        if torch.is_grad_enabled():  # not in the forward of a torch.autograd.Function
+            self._differentiable += work.flops
         if not recomputed:
             self._model[dtype] += work.flops
             if work.hidden:
@@ -264,10 +279,11 @@ def _dtype(formula: Formula, tensors: Sequence[Tensor]) -> tuple[str, int]:
     """The dtype of the operands, and by what the FLOPs of real numbers are multiplied."""
     if any(tensor.layout in _SPARSE for tensor in tensors):
         raise NotImplementedError  # it depends on the values
-    dtype = tensors[0].dtype
+    first = operand(tensors)
+    dtype = first.dtype
     name = str(dtype.to_real() if dtype.is_complex else dtype).removeprefix("torch.")
     # MIOpen, cuDNN's counterpart on AMD devices, has no TensorFloat-32.
-    nvidia = tensors[0].device.type == "cuda" and torch.version.hip is None
+    nvidia = first.device.type == "cuda" and torch.version.hip is None
     if nvidia and formula in CUDNN and name == "float32" and tf32_is_on(cudnn=True):
         name = "tf32"
     return name, 4 if dtype.is_complex else 1

@@ -22,7 +22,16 @@ from torch import Tensor, nn
 
 from lightning_perf.errors import ConfigError
 from lightning_perf.flops.attention import Attention, Work
-from lightning_perf.flops.operators import FORMULAS, ByCall, ByName, formula_of, qualified_name
+from lightning_perf.flops.batch import tensors
+from lightning_perf.flops.compat import current_backward, graph_position, nodes_since
+from lightning_perf.flops.operators import (
+    FORMULAS,
+    ByCall,
+    ByName,
+    formula_of,
+    operand,
+    qualified_name,
+)
 from lightning_perf.patches import MethodPatch
 
 if TYPE_CHECKING:
@@ -49,7 +58,7 @@ def _te_products(call: Call) -> tuple[int, int]:
     return flops, gradients * flops
 
 
-def _te_attention(call: Call) -> tuple[Work, Work]:
+def _te_attention(call: Call) -> Work:
     """Of Transformer Engine: tensors of the layout ``qkv_format``, such as ``sbhd``."""
 
     def option(name: str) -> Any:
@@ -70,11 +79,10 @@ def _te_attention(call: Call) -> tuple[Work, Work]:
 _TENSORS = ("query", "key", "value")
 
 
-def _attention(call: Call) -> tuple[Work, Work]:
+def _attention(call: Call) -> Work:
     """Attention with the heads after the length, as in flash-attn."""
-    works = (Attention(backward=backward)(call) for backward in (False, True))
-    forward, backward = (work() if callable(work) else work for work in works)
-    return forward, backward
+    work = Attention()(call)
+    return work() if callable(work) else work
 
 
 def _selective_scan(call: Call) -> int:
@@ -127,11 +135,17 @@ EXTERNAL: dict[str, ByName | Callable[..., Any] | None] = {
 }
 #: What a call of can be counted; other callables have more than their call.
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
-#: Triton kernels whose work does not count, as that of elementwise operators.
+#: Words in the names of Triton kernels, between underscores: of those with products ...
+_HEAVY_KERNEL = re.compile(
+    r"gemm(?!a)|gemv|mat_?mul|attn|attention|flash|linear|neighborhood"
+    r"|(?:^|_)(?:[^\W_]*mm|mv|dot|conv[23]?d?|grouped|proj|scan|moe|delta)\d*(?:_|$)",
+    re.IGNORECASE,
+)
+#: ... and of those whose work does not count otherwise, as that of elementwise operators.
 _LIGHT_KERNEL = re.compile(
-    r"norm|rope|rotary|embedding|glu|elu|silu|sigmoid|softmax|cross_entropy|kldiv|jsd|dropout|cumsum"
-    r"|conv1d|quant|adam|optim|copy|fill|cast|convert|elementwise|element_mul|reduce|activation|l2"
-    r"|loss|_fg_|_dfg_|_exact_|_approx_",
+    r"(?:^|_)(?:[^\W_]*(?:norm|glu|elu|silu|max|sigmoid|entropy|rope|embedding|conv1d|quant"
+    r"|quanti[sz]ed?|cast|copy|cumsum|sumexp)|normalize|rotary|kldiv|kl|jsd|distance|dyt|dropout"
+    r"|adamw?|optim\w*|fill|convert|element(?:wise)?|reduce|activation|loss|fg|dfg|exact|approx)\d*(?:_|$)",
     re.IGNORECASE,
 )
 
@@ -180,6 +194,11 @@ def flop_formula(target: Any, formula: Callable[..., Any]) -> None:
         raise ConfigError("target", target, problem, '"my_package.kernels:scan"')
 
 
+def _is_light(kernel: str) -> bool:
+    """Whether the work of a Triton kernel does not count, by its name."""
+    return bool(_LIGHT_KERNEL.search(kernel)) and not _HEAVY_KERNEL.search(kernel)
+
+
 # -- calls while a batch is counted --------------------------------------------------------------
 
 
@@ -208,14 +227,14 @@ def _call(
     counter = active()
     if counter is None or counter.within_external:
         return original(*args, **kwargs)
-    counter.within_external, out, before = formula is not None, None, counter.progress
+    counter.within_external, out = formula is not None, None
+    before, position = counter.progress, graph_position()
     try:
         out = original(*args, **kwargs)
     finally:  # a recomputation may end by an exception
         counter.within_external = False
-        seen, later = (now - then for now, then in zip(counter.progress, before, strict=True))
         with suppress(Exception):
-            _record(counter, name, formula, original, args, kwargs, out, inf if later else seen)
+            _record(counter, name, formula, original, args, kwargs, out, before, position)
     return out
 
 
@@ -277,7 +296,7 @@ class Wrapped:
             if counter is not None and not counter.within_external:
                 with suppress(Exception):
                     function = getattr(kernel, "fn", kernel)
-                    if not _LIGHT_KERNEL.search(function.__name__):
+                    if not _is_light(function.__name__):
                         counter.add_unknown(f"{function.__module__}.{function.__name__}")
             return original(kernel, *args, **kwargs)
 
@@ -332,12 +351,13 @@ _PLACES = _Places()
 
 def _record(
     counter: Any, name: str, formula: Any, original: Any, args: Any, kwargs: Any, out: Any,
-    seen: float,
+    before: Any, position: int | None,
 ) -> None:  # fmt: skip
-    """Count a call now, and its backward when the gradient of its result is computed.
+    """Count a call that is over, and its backward when that runs.
 
-    FLOPs of operators that torch has ``seen`` in the call count already, and so do their backwards.
+    FLOPs of operators that torch has seen in them since ``before`` are counted already.
     """
+    seen, differentiable = _since(counter, before)
     try:
         if isinstance(formula, ByName):
             bound = signature(original).bind(*args, **kwargs)
@@ -345,46 +365,115 @@ def _record(
             flops: Any = formula.formula(bound.arguments)
         else:
             flops = formula(*args, **kwargs, out=out)
-        works = [*map(_work, flops if type(flops) is tuple else (flops, 2 * flops))]
-        rest = max(1 - seen / works[0].flops, 0.0) if works[0].flops else float(not seen)
-        forward, backward = (Work(round(w.flops * rest), round(w.hidden * rest)) for w in works)
-        dtype = _dtype(name, next(_tensors([*args, *kwargs.values()])))
+        forward, *pair = map(_work, flops if type(flops) is tuple else (flops,))
+        dtype, later = _dtypes(name, [*args, *kwargs.values()], out)
     except Exception:  # there is no formula, or it does not know these arguments
         counter.add_unknown(name)
         return
-    counter.add(dtype, forward)
-    # Not a leaf: the hook would stay on the user's parameter.
-    result: Any = next((tensor for tensor in _tensors([out]) if tensor.grad_fn is not None), None)
-    if result is not None and backward.flops:
-        result.register_hook(lambda _: counter.add(dtype, backward))
+    counter.add(dtype, _part(forward, forward.flops - seen))
+    # Twice the forward, but what autograd differentiates, which counts as it runs.
+    backward = pair[0] if pair else _part(forward, 2 * (forward.flops - differentiable))
+    # Results in attributes of an object, too, and arguments that are written to.
+    results = _tensors([*tensors(out, seen=set()), *tensors([args, kwargs])])
+    if backward.flops and any(tensor.grad_fn is not None for tensor in results):
+        try:
+            _Backward(counter, later, backward).watch(nodes_since(results, position), bool(pair))
+        except Exception:  # torch has changed
+            counter.add_unknown(name)
 
 
 def _work(flops: Any) -> Work:
     return flops if isinstance(flops, Work) else Work(int(flops))
 
 
-def _dtype(name: str, operand: Tensor) -> str:
-    """The dtype of the operands of a call."""
-    if name.startswith("transformer_engine") and _in_fp8():
-        return "float8_e4m3fn"
-    device = operand.device.type
+def _part(work: Work, flops: float) -> Work:
+    """Some FLOPs of a call, or none, with as many of them hidden."""
+    flops = max(flops, 0)
+    return Work(round(flops), round(work.hidden * flops / work.flops)) if work.flops else Work(0)
+
+
+def _since(counter: Any, before: Any) -> tuple[float, float]:
+    """The FLOPs that were counted since then, and those with a backward of autograd's own."""
+    flops, differentiable, later = (
+        now - then for now, then in zip(counter.progress, before, strict=True)
+    )
+    return (inf, inf) if later else (flops, differentiable)
+
+
+class _Backward:
+    """Counts the backward of a call while nodes of autograd's graph run that the call has made."""
+
+    def __init__(self, counter: Any, dtype: str, work: Work) -> None:
+        self._counter, self._dtype, self._work = counter, dtype, work
+        # What torch has seen and what was added, by backward.
+        self._seen: dict[int, float] = {}
+        self._added: dict[int, Work] = {}
+
+    def watch(self, nodes: set[Any], all_seen: bool) -> None:
+        """Count when a node that may launch kernels runs: not one of torch's own operators.
+
+        What torch sees in its own is part of the work if ``all_seen``.
+        """
+        for node in nodes:
+            opaque = not _OF_TORCH.fullmatch(node.name())
+            if all_seen or opaque:
+                self._watch(node, opaque)
+
+    def _watch(self, node: Any, counts: bool) -> None:
+        started: list[Any] = []
+
+        def start(_: object) -> None:
+            with suppress(Exception):
+                started.append(self._counter.progress)
+
+        def end(*_: object) -> None:
+            with suppress(Exception):
+                self._ran(_since(self._counter, started.pop())[0], counts)
+
+        node.register_prehook(start)
+        node.register_hook(end)
+
+    def _ran(self, seen: float, counts: bool) -> None:
+        run = current_backward()
+        self._seen[run] = self._seen.get(run, 0.0) + seen
+        if counts or run in self._added:
+            rest = _part(self._work, self._work.flops - self._seen[run])
+            flops, hidden = self._added.get(run, Work(0))
+            self._counter.add(self._dtype, Work(rest.flops - flops, rest.hidden - hidden))
+            self._added[run] = rest
+
+
+#: Nodes of torch's own operators.
+_OF_TORCH = re.compile(r"\w*Backward\d+")
+
+
+def _dtypes(name: str, args: list[Any], out: Any) -> tuple[str, str]:
+    """The dtypes of the operands of a call and of its backward."""
+    weights = args[0].parameters() if args and isinstance(args[0], nn.Module) else ()
+    first = operand([*_tensors(tensors([args, out])), *weights])
+    device = first.device.type
     in_autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if in_autocast else operand.dtype
-    return str(dtype).removeprefix("torch.")
+    dtype = torch.get_autocast_dtype(device) if in_autocast else first.dtype
+    high = str(dtype).removeprefix("torch.")
+    recipe = _recipe() if name.startswith("transformer_engine") else None
+    if recipe is None:
+        return high, high
+    if name.endswith("Attention"):
+        fp8 = getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
+        return ("float8_e4m3fn",) * 2 if fp8 else (high, high)
+    low = "float4_e2m1fn_x2" if getattr(recipe, "nvfp4", bool)() else "float8_e4m3fn"
+    # Its backward may use the operands before or after quantization, in high precision.
+    return low, high if getattr(recipe, "backward_override", None) else low
 
 
-def _tensors(values: list[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors([*value])
+def _tensors(values: Iterable[tuple[object, Any]]) -> list[Tensor]:
+    return [value for _, value in values if isinstance(value, Tensor)]
 
 
-def _in_fp8() -> bool:
-    """Whether Transformer Engine computes its products in FP8 now."""
+def _recipe() -> Any:
+    """The recipe of low precision that Transformer Engine uses now, or None."""
     for module in ("transformer_engine.pytorch.fp8", "transformer_engine.pytorch.quantization"):
         state = getattr(sys.modules.get(module), "FP8GlobalStateManager", None)
         if state is not None:
-            return bool(state.is_fp8_enabled())
-    return False
+            return state.get_fp8_recipe() if state.is_fp8_enabled() else None
+    return None

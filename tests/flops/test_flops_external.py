@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections import Counter
+from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
+from itertools import product
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -149,6 +152,147 @@ def test_operators_that_torch_sees_count_once(monkeypatch: pytest.MonkeyPatch, h
     assert counted(lambda: model(x)).model == {"float32": PRODUCT * (1 + hidden)}
 
 
+PRODUCTS = {"torch": torch.matmul, "kernel": gemm}
+
+
+def fused(forward: str, backward: str) -> Any:
+    """A product whose forward and backward torch sees, or does not."""
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return PRODUCTS[forward](x, weight)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            return PRODUCTS[backward](grad, weight.T), PRODUCTS[backward](x.T, grad)
+
+    return Fused.apply
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    output: Tensor
+
+
+class Opaque:
+    def __init__(self, output: Tensor) -> None:
+        self.output = output
+
+
+RESULTS: dict[str, tuple[Any, Any]] = {
+    "tensor": (lambda y: y, lambda out: out),
+    "dict": (lambda y: {"y": y}, lambda out: out["y"]),
+    "second": (lambda y: (y.sum(-1), y), lambda out: out[1]),
+    "dataclass": (lambda y: Result(y.mean(), y), lambda out: out.output),
+    "object": (Opaque, lambda out: out.output),
+}
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Registers a function with a formula, and returns its module."""
+    monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
+
+    def register(function: Any, formula: Any) -> Any:
+        packages(monkeypatch, my_kernels={"run": function})
+        flop_formula("my_kernels:run", formula)
+        return sys.modules["my_kernels"]
+
+    return register
+
+
+@pytest.mark.parametrize("recomputes", [None, "reentrant", "not reentrant"])
+@pytest.mark.parametrize("work", [PRODUCT, (PRODUCT, 2 * PRODUCT)], ids=["one", "pair"])
+@pytest.mark.parametrize(("forward", "backward"), [*product(PRODUCTS, PRODUCTS)])
+def test_what_torch_sees_of_either_direction_counts_once(
+    registered: Any, forward: str, backward: str, work: Any, recomputes: str | None
+) -> None:
+    """Three products per call, whatever of them runs as operators; also when recomputed."""
+    call = fused(forward, backward)
+    kernels = registered(lambda x, weight: call(x, weight), lambda *_, out: work)
+    x, weight = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
+
+    def step() -> None:
+        if recomputes is None:
+            y = kernels.run(x, weight)
+        else:
+            function = lambda x: kernels.run(x, weight)  # noqa: E731
+            y = checkpoint(function, x, use_reentrant=recomputes == "reentrant")
+        y.sum().backward()
+
+    counts = counted(step)
+    assert counts.model == {"float32": 3 * PRODUCT}
+    assert counts.hardware == {"float32": (3 + (recomputes is not None)) * PRODUCT}
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_backward_counts_whatever_the_results_are(registered: Any, name: str) -> None:
+    """Also where the loss uses another result than the first; twice if it runs twice."""
+    wrap, choose = RESULTS[name]
+    call = fused("kernel", "kernel")
+    kernels = registered(lambda x, weight: wrap(call(x, weight)), lambda *_, out: PRODUCT)
+    x, weight = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
+    assert counted(lambda: choose(kernels.run(x, weight)).sum().backward()).model == {
+        "float32": 3 * PRODUCT
+    }
+
+    def twice() -> None:
+        loss = choose(kernels.run(x, weight)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    assert counted(twice).model == {"float32": 5 * PRODUCT}
+
+
+@pytest.mark.parametrize("work", [2 * PRODUCT, (2 * PRODUCT, 5 * PRODUCT)], ids=["one", "pair"])
+def test_a_kernel_beside_an_operator(registered: Any, work: Any) -> None:
+    """A pair may say that the backward of the kernel costs three products, not two."""
+    kernel = fused("kernel", "kernel")
+    kernels = registered(lambda x, a, b: kernel(x, a) + x @ b, lambda *_, out: work)
+    a, b = (torch.randn(IN, OUT, requires_grad=True) for _ in range(2))
+    x = torch.randn(TOKENS, IN, requires_grad=True)
+    counts = counted(lambda: kernels.run(x, a, b).sum().backward())
+    assert counts.model == {"float32": (7 if isinstance(work, tuple) else 6) * PRODUCT}
+    if not isinstance(work, tuple):  # without the gradient of one operand, of which torch decides
+        x = x.detach()
+        assert counted(lambda: kernels.run(x, a.detach(), b).sum().backward()).model == {
+            "float32": 3 * PRODUCT
+        }
+
+
+def test_a_kernel_that_writes_to_an_argument(registered: Any) -> None:
+    """Its backward is that of the argument."""
+    kernel = fused("kernel", "kernel")
+
+    def write(x: Tensor, a: Tensor, y: Tensor) -> None:
+        y.add_(kernel(x, a))
+
+    kernels = registered(write, lambda *_, out: PRODUCT)
+    x, a = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
+
+    def step() -> None:
+        y = torch.zeros(TOKENS, OUT)
+        kernels.run(x, a, y)
+        y.sum().backward()
+
+    assert counted(step).model == {"float32": 3 * PRODUCT}
+
+
+def test_without_numbers_of_nodes(registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward is listed, not left out without a word."""
+    call = fused("kernel", "kernel")
+    kernels = registered(lambda x, weight: call(x, weight), lambda *_, out: PRODUCT)
+    monkeypatch.delattr(torch._C._autograd, "_get_sequence_nr")
+    x, weight = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
+    counts = counted(lambda: kernels.run(x, weight).sum().backward())
+    assert counts.model == {"float32": PRODUCT}
+    assert counts.untracked_names == {"my_kernels.run": 1}
+
+
 def test_attention_of_transformer_engine_that_is_an_operator_counts_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -194,13 +338,76 @@ def test_recomputation_counts_in_hardware_flops_only() -> None:
     assert counts.hardware == {"float32": 4 * PRODUCT}
 
 
+FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn_x2"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "products", "gradients", "attention"),
+    [
+        (None, "bfloat16", "bfloat16", "bfloat16"),
+        ({"fp8_dpa": False, "fp8_mha": False}, FP8, FP8, "bfloat16"),
+        ({"fp8_dpa": True}, FP8, FP8, FP8),
+        ({"fp8_dpa": False, "nvfp4": lambda: True}, FP4, FP4, "bfloat16"),
+        ({"backward_override": "high_precision"}, FP8, "bfloat16", "bfloat16"),
+    ],
+)
 @pytest.mark.usefixtures("transformer_engine")
-def test_products_under_fp8_have_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformer Engine says whether its products are in FP8."""
-    state = type("State", (), {"is_fp8_enabled": staticmethod(lambda: True)})
-    packages(monkeypatch, transformer_engine__pytorch__fp8={"FP8GlobalStateManager": state})
-    counts = counted(lambda: Linear()(torch.randn(TOKENS, IN)))
-    assert counts.model == {"float8_e4m3fn": PRODUCT}
+def test_low_precision_has_its_peak(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, products: str, gradients: str, attention: str
+) -> None:
+    """The recipe of Transformer Engine decides, for attention by an option of its own."""
+
+    class State:
+        is_fp8_enabled = staticmethod(lambda: recipe is not None)
+        get_fp8_recipe = staticmethod(lambda: SimpleNamespace(**recipe))
+
+    packages(monkeypatch, transformer_engine__pytorch__fp8={"FP8GlobalStateManager": State})
+    x = torch.randn(TOKENS, IN, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        counts = counted(lambda: Linear()(x).sum().backward())
+    expected = Counter({products: PRODUCT})
+    expected[gradients] += 2 * PRODUCT
+    assert counts.model == expected
+    q = torch.randn(8, 2, 3, 4, dtype=torch.bfloat16)
+    assert [*counted(lambda: DotProductAttention()(q, q, q)).model] == [attention]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_peak_is_that_of_the_operands(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Ids, masks and scales before them do not decide, for functions and operators."""
+    monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
+
+    def route(ids: Tensor, mask: Tensor, scale: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return gemm(x.float(), weight.float())
+
+    packages(monkeypatch, my_kernels={"route": route})
+    flop_formula("my_kernels:route", lambda *args, out: PRODUCT)
+    operator = torch.library.custom_op(f"perf_tests::route_{dtype}", route, mutates_args=())
+    flop_formula(operator, lambda *args, out: PRODUCT)
+    ids, mask = torch.zeros(TOKENS, dtype=torch.long), torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+    x, weight = (
+        torch.ones(size, dtype=getattr(torch, dtype)) for size in ((TOKENS, IN), (IN, OUT))
+    )
+    args, module = (ids, mask, torch.ones(OUT), x, weight), sys.modules["my_kernels"]
+    assert counted(lambda: module.route(*args)).model == {dtype: PRODUCT}
+    assert counted(lambda: operator(*args)).model == {dtype: PRODUCT}
+
+
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(IN, OUT, dtype=torch.bfloat16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids * 2
+
+
+def test_the_peak_of_a_module_that_gets_only_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of its weights."""
+    monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
+    flop_formula(Embeds, lambda module, ids, out: 7)
+    counts = counted(lambda: Embeds()(torch.zeros(3, dtype=torch.long)))
+    assert counts.model == {"bfloat16": 7}
 
 
 @pytest.mark.usefixtures("transformer_engine")
@@ -228,8 +435,18 @@ def test_other_calls_of_its_kernels_are_listed() -> None:
     assert not counts.model
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 def scans(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:  # noqa: N803
-    return u * 2
+    return Twice.apply(u) if u.requires_grad else u * 2
 
 
 def test_selective_scan_of_mamba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,12 +511,40 @@ def attention_4(
     return q
 
 
+#: Names in public sources: of liger_kernel, fla, mamba_ssm, unsloth and bitsandbytes.
+LIGHT = """
+    _rms_norm_forward_kernel _layer_norm_backward_kernel _fused_add_rms_norm_forward_kernel
+    _dyt_fwd_kernel _group_norm_reduce_param_grads_kernel _geglu_tanh_forward_kernel
+    _swiglu_backward_kernel _triton_rope _triton_qwen2vl_mrope liger_cross_entropy_kernel
+    element_mul_kernel _jsd_kernel _kldiv_kernel_forward _tv_distance_kernel
+    _softmax_single_block_forward_kernel _sparsemax_forward_kernel _grpo_loss_fwd_kernel
+    embedding_forward_kernel _relu_squared_forward_kernel _selective_log_softmax_kernel
+    chunk_local_cumsum_scalar_kernel l2norm_fwd_kernel layer_norm_gated_fwd_kernel
+    rotary_embedding_kernel causal_conv1d_fwd_kernel logsumexp_fwd_kernel kl_div_kernel
+    cross_entropy_fwd_kernel copy_input_kernel logsigmoid_fwd_kernel softmax_bwd_kernel
+    activation_quant_fwd_kernel _layer_norm_fwd_1pass_kernel _swiglu_fwd_kernel
+    _chunk_cumsum_fwd_kernel rotary_kernel _gemma_rms_layernorm_forward _rms_layernorm_forward
+    _rope_embedding _fg_kernel _DWf_DW_dfg_kernel _exact_forward_kernel _approx_backward_kernel
+    _cross_entropy_forward weight_dequant_kernel act_quant_kernel _quantize_rowwise
+    _dequantize_rowwise
+"""
+HEAVY = """
+    matmul_248_kernel quant_matmul_248_kernel transpose_quant_matmul_248_kernel
+    _int8_matmul_rowwise_dequantize _mhc_mm_norm_fwd_kernel _fused_up_proj_swiglu_kernel
+    _sparse_neighborhood_qk_softmax_kernel chunk_ttt_linear_bwd_kernel_norm
+    _fp8_rowwise_gemv_rows_reduce _chunk_scan_fwd_kernel _bmm_chunk_fwd_kernel
+    _selective_state_update _grouped_gemm_forward_kernel parallel_attn_fwd_kernel
+    matmul_relu_kernel flash_prefill optimized_matmul matmul_kernel2 broadcast_gemm mat_mul_loss
+    matmul_splitk_reduce fused_linear_cross_entropy_fwd_kernel conv2d_relu layer_norm_linear
+"""
+
+
 @pytest.mark.parametrize(
     ("kernel", "listed"),
-    [("_selective_state_update", True), ("rms_norm_forward", False), ("_rope", False)],
+    [*((name, True) for name in HEAVY.split()), *((name, False) for name in LIGHT.split())],
 )
 def test_triton_kernels(monkeypatch: pytest.MonkeyPatch, kernel: str, listed: bool) -> None:
-    """A kernel that is launched directly is listed, unless it is elementwise or normalizes."""
+    """A kernel that is launched directly is listed, unless its name says that it has no product."""
 
     def body(x: Tensor) -> None:
         x.numpy()[:] += 1

@@ -322,6 +322,30 @@ def test_flex_attention_counts_the_blocks_of_its_mask():
         assert not counter.counts.untracked_names
 
 
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("length", [100, 200, 300])
+def test_blocks_at_the_end_count_what_exists_of_them(window: int | None, length: int):
+    """The last block of a length that is no multiple of the block is smaller, to both sides."""
+    from torch.nn.attention import flex_attention as flex
+
+    def visible(b, h, q, k):
+        return (q >= k) if window is None else (q >= k) & (q - k < window)
+
+    x = torch.randn(1, 2, length, 8)
+    mask = flex.create_block_mask(visible, None, None, length, length, device="cpu")
+    starts = range(0, length, 128)
+    left = [
+        min(128, length - row) * min(128, length - column)
+        for row, ones in zip(starts, mask.to_dense()[0, 0].tolist(), strict=True)
+        for column, one in zip(starts, ones, strict=True)
+        if one
+    ]
+    with pytest.MonkeyPatch.context() as patch, FlopCounter() as counter:
+        patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        flex.flex_attention(x, x, x, block_mask=mask)
+    assert counter.counts.model == {"float32": 4 * 2 * 8 * sum(left)}
+
+
 class OnDevice(torch.Tensor):
     """A tensor of a GPU, whose values are read after the batch."""
 
