@@ -254,6 +254,44 @@ def test_the_terminal_shows_it_on_request(
     assert printed.rstrip().endswith("/summary.json")
 
 
+UNREAD = """
+import os, stat, sys
+from pathlib import Path
+from helpers.small import Small, trainer
+from lightning_perf import always_on
+
+class Broken:
+    def write(self, text):
+        raise BrokenPipeError("planted")
+    flush = write
+
+for stdout in (sys.stdout, Broken()):
+    sys.stdout = stdout
+    run = trainer(Path("."), always_on(show_summary=True))
+    run.fit(Small())
+    assert run.state.status == "finished"
+sys.stdout = sys.__stdout__
+assert stat.S_ISFIFO(os.fstat(1).st_mode)
+assert os.path.realpath(os.devnull) not in map(os.path.realpath, Path("/proc/self/fd").iterdir())
+print("saved", file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_a_stdout_without_reader_does_not_end_the_training(tmp_path: Path) -> None:
+    """As with `python train.py | head`: the lines after fit run, and the exit code is 0."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", UNREAD],
+        stdin=subprocess.PIPE, stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "saved"), done.stderr
+
+
 def note(uri: str, logger: MLFlowLogger) -> str:
     tags = MlflowClient(uri).get_run(str(logger.run_id)).data.tags
     return str(tags.get("mlflow.note.content", ""))
