@@ -80,7 +80,7 @@ def _kind() -> type[Console]:
 
         def on_broken_pipe(self) -> NoReturn:
             """Raise the BrokenPipeError, where rich would end the process and replace stdout."""
-            raise  # noqa: PLE0704
+            raise
 
         def render(
             self, renderable: RenderableType, options: ConsoleOptions | None = None
