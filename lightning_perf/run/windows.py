@@ -261,7 +261,7 @@ class Windows:
         """Deliver windows, some batches after the report."""
         report.rows = rows
         log = self.logs[report.stage]
-        if report.width >= log.last.width:
+        if report.width >= log.reports[0].width:  # not of a callback that reports more often
             log.add(report)
         metrics: dict[str, float] = {}
         rises: dict[Report, Rows | Increase] = {}  # most callbacks have windows of one length

@@ -204,7 +204,7 @@ def test_all_ranks_are_in_the_summary(tmp_path: Path) -> None:
     assert whole["flops_per_batch"] == 2 * 4 * FLOPS_PER_SAMPLE
     windows = found["stages"]["train"]["windows"]
     assert (windows["last"], windows["batches"], windows["samples"]) == (
-        [3, 7], [4, 4], [16.0, 32.0],  # two batches are counted, and not timed
+        [3, 7], [4, 4], [24.0, 32.0],  # without the first batch
     )  # fmt: skip
 
 
@@ -693,6 +693,16 @@ def report(batch: int, ranks: int = 1, at_end: bool = False) -> Report:
 
 def costs(batch: int) -> Totals:
     return Totals({PLOTS: Cost(batch / 2, batch)})
+
+
+def test_windows_are_those_between_reports(tmp_path: Path) -> None:
+    """A report that more callbacks share leaves out none of the next ones."""
+    flops = Flops(schedule="every 4ba", peak_flops=1e9)
+    run = trainer(tmp_path, flops, SpeedMonitor(window_size=2), Timings(), log_every_n_steps=2)
+    run.fit(Small())
+    found = summary_of(tmp_path)["stages"]["train"]
+    assert found["windows"]["last"] == [*range(1, 16, 2)]
+    assert (found["last_window"]["first"], found["last_window"]["last"]) == (14, 15)
 
 
 def test_windows_are_differences_of_totals() -> None:
