@@ -216,6 +216,8 @@ class RunContext(Run):
         firsts = counters.batches == 1, counters.begins_epoch
         record = BatchRecord(seconds, samples, tokens, meter.work, meter.counted, *firsts, waiting)
         self.batches.end_batch(stages.stage, record, timed)
+        if record.first:
+            windows.begin_batches()
         if recorder is not None and len(recorder.clock.log) > MOST_SPAN_ITEMS:
             recorder.clock.add_up()
         self.logs_now = number % self._every == 0 and not (

@@ -188,6 +188,15 @@ class Windows:
         for position in self._gauges:
             origins[position] = 0.0
 
+    def begin_batches(self) -> None:
+        """The first batch of the current stage has ended: it gives the step of the stage's start.
+
+        Lightning corrects the step of a checkpoint only after the stage has started.
+        """
+        start = self.logs[self._stages.stage].reports[0]
+        if start.stamp.batch == self._stages.counters.batch - 1:
+            start.step = self._stages.step - 1
+
     @property
     def ran(self) -> bool:
         """Whether any stage had a batch."""

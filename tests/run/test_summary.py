@@ -28,6 +28,7 @@ from helpers.small import (
     Small,
     trainer,
 )
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
 from torch import Tensor
@@ -229,6 +230,20 @@ def test_steps_continue_after_a_resume(tmp_path: Path) -> None:
     second.fit(Small(), ckpt_path=tmp_path / "16.ckpt")
     whole = summary_of(tmp_path)["stages"]["train"]["whole_run"]
     assert (whole["first"], whole["last"], whole["batches"]) == (16, 31, 16)
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's, about resuming
+@pytest.mark.parametrize("batches", [5, 16, 21])
+def test_a_resume_begins_after_the_checkpoint_of_a_batch(tmp_path: Path, batches: int) -> None:
+    """ModelCheckpoint saves a step that Lightning corrects only after training has started."""
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=batches, save_top_k=-1)
+    first = trainer(tmp_path / "first", saves, enable_checkpointing=True, max_epochs=2)
+    first.fit(Small())
+    path = next(tmp_path.glob(f"*step={batches}.ckpt"))
+    second = trainer(tmp_path / "second", *callbacks(), max_epochs=2)
+    second.fit(Small(), ckpt_path=path)
+    whole = summary_of(tmp_path)["stages"]["train"]["whole_run"]
+    assert (whole["first"], whole["last"], whole["batches"]) == (batches, 31, 32 - batches)
 
 
 def test_traces_and_pages_are_listed(tmp_path: Path) -> None:
