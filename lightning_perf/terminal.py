@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import sys
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from lightning_perf.errors import printable
 
@@ -24,6 +25,18 @@ def say(*lines: object, file: TextIO | None = None, flush: bool = False) -> None
 def _shown(text: str, encoding: str) -> str:
     """The text with escapes for controls, and for what the output cannot encode."""
     return printable(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def unread(file: TextIO) -> bool:
+    """Whether it is a pipe whose reader has ended, such as head.
+
+    Text for it would stay in its buffer, and change the exit code of Python.
+    """
+    with suppress(AttributeError, OSError, ValueError):  # no descriptor, or no polls: Windows
+        poll = select.poll()
+        poll.register(file.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    return False
 
 
 def new_console(*, soft_wrap: bool = False, stderr: bool = False) -> Console:
@@ -50,7 +63,8 @@ def waiting(
     text = f"lightning_perf: {what}: {jobs} left (at most {timeout:.0f} s)"
     drawn = shown and console.is_terminal
     if shown and not drawn:
-        say(text, file=sys.stderr)
+        with suppress(OSError):  # its reader has ended
+            say(text, file=sys.stderr)
     with Progress(console=console, transient=True, disable=not drawn) as bar:
         task = bar.add_task(text, total=jobs)
         yield lambda left: bar.update(task, completed=jobs - left)
@@ -63,6 +77,10 @@ def _kind() -> type[Console]:
 
     class EscapingConsole(Console):
         """A console that sends no controls but rich's own."""
+
+        def on_broken_pipe(self) -> NoReturn:
+            """Raise the BrokenPipeError, where rich would end the process and replace stdout."""
+            raise
 
         def render(
             self, renderable: RenderableType, options: ConsoleOptions | None = None

@@ -24,7 +24,7 @@ class Flops(WindowCallback):
 
     - ``mfu``, ``hfu``: model and hardware FLOPs utilization since the last report, as fractions of
       the peak. They include waiting for data and exclude validation, the first batch of a stage,
-      and batches that were slowed down by counting;
+      and what counting adds to a batch;
     - ``mfu_causal``: as ``mfu``, with half of the square of a causal mask, as Megatron-LM counts;
     - ``mfu_at_clock``: as ``mfu``, of the peak at the mean SM clock that NVML sampled meanwhile;
     - ``batch_flops``: model FLOPs of one batch over all ranks: forward and backward, 2 per

@@ -42,9 +42,9 @@ class SpeedMonitor(WindowCallback):
     they are counted, so MFU needs no code.
 
     The window holds the last ``window_size`` batches. It includes waiting for data and excludes
-    validation, the first batch of a stage, and batches that were slowed down by counting. It is
-    reported every ``Trainer(log_every_n_steps)`` once it is full, and at the end of a stage that
-    was too short to fill it.
+    validation, the first batch of a stage, and what counting adds to a batch. It is reported every
+    ``Trainer(log_every_n_steps)`` once it is full, and at the end of a stage that was too short to
+    fill it.
 
     Args:
         window_size: Batches that the rolling averages cover.

@@ -146,10 +146,7 @@ def _run(args: Sequence[str]) -> int:
         return 2
     settings = vars(parser.parse_args(args))
     command = commands[settings.pop("subcommand")]
-    try:
-        return command(**settings)
-    except SystemExit:  # by rich, because the reader of the output has ended
-        raise BrokenPipeError from None
+    return command(**settings)
 
 
 class _Parser(ArgumentParser):

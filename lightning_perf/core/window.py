@@ -261,8 +261,8 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
 def utilization(window: Window) -> dict[str, float]:
     """The metrics of ``Flops`` from ``flops/...`` and ``formula/...``, without what is unknown.
 
-    FLOPs per batch and the peak are means of all batches with known FLOPs: the timed ones are no
-    random choice, because the first of each shape is not among them.
+    FLOPs per batch and the peak are means of all batches with known FLOPs, the first of a stage
+    included.
     """
     flops = window.rate("flops/known", "flops/known_batches")
     found = {

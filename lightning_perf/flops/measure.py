@@ -10,14 +10,14 @@ import ctypes
 import json
 import os
 import re
-import threading
 import time
 from bisect import insort
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from lightning_perf.errors import DAMAGE
 from lightning_perf.files import parsed, read_bytes, written_whole
 from lightning_perf.flops.compat import multiply_int8
 from lightning_perf.flops.operators import tf32, tf32_is_on
+
+_T = TypeVar("_T")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -106,18 +108,19 @@ class Machine:
         MKL's own choice. OpenMP's setting is per thread, so a new thread sets it and ends.
         """
         runtimes = openmp()
-        rates: list[float] = []
 
-        def run() -> None:
+        def run() -> float:
             for runtime in runtimes:
                 runtime.omp_set_num_threads(1)
-            rates.append(search())
+            return search()
 
-        if runtimes:
-            thread = threading.Thread(target=run, name="lightning_perf peak")
-            thread.start()
-            thread.join()
-        return rates[0] if rates else None
+        return _on_a_thread(run) if runtimes else None
+
+
+def _on_a_thread(search: Callable[[], _T]) -> _T:
+    """Run a search on a thread of its own, which has no modes of torch and no settings."""
+    with ThreadPoolExecutor(1, "lightning_perf peak") as pool:
+        return pool.submit(search).result()
 
 
 _MACHINE = Machine()
@@ -144,7 +147,9 @@ def measure_peak(
         try:
             operands, place = getattr(torch, name), torch.device(device)
             with mode:
-                MEASURED[key] = fastest_rate(operands, place, budget_seconds, machine)
+                # The caller's modes, such as a FlopCounterMode, must not see our products.
+                search = partial(fastest_rate, operands, place, budget_seconds, machine)
+                MEASURED[key] = _on_a_thread(search)
         except (RuntimeError, TypeError, AssertionError, AttributeError):
             MEASURED[key] = None
     return MEASURED[key]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from lightning_perf.errors import warn
@@ -14,13 +15,16 @@ from lightning_perf.flops.batch import checked_count, counter_for, get_num_sampl
 from lightning_perf.run.compat import rank_zero_info
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from lightning_perf.run.flop_meter import BatchCost
     from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer
 
 #: Records kept at most until they are folded.
 MOST_RECORDS = 1000
+#: Latest timed batches whose steps say how long a step usually takes, and how many times the median
+#: one of them counts at most: a recompilation is not usual.
+_USUAL, _OUTLIER = 100, 4
 #: Seconds that the end of a run waits for the device to complete its last batches.
 DEVICE_TIMEOUT = 10.0
 
@@ -55,17 +59,20 @@ class BatchRecord(NamedTuple):
     #: Whether it was the first of its stage, and of its epoch.
     first: bool
     begins_epoch: bool
+    #: Seconds between the end of the previous batch and its step, where FLOPs are counted.
+    waiting: float = 0.0
 
     @property
     def timed(self) -> bool:
-        """Whether its time counts."""
+        """Whether its time is that of training."""
         return not (self.slowed or self.first)
 
 
 class Sums(NamedTuple):
-    """Running totals of timed batches: neither the first of a stage nor slowed by counting.
+    """Running totals of batches, without the first of a stage.
 
-    The names are those of the columns, with ``_`` for ``/``.
+    A batch that counting slowed down has its own waiting, and the usual time of a step. The names
+    are those of the columns, with ``_`` for ``/``.
     """
 
     batch_seconds: float = 0.0
@@ -127,8 +134,10 @@ class _Stage:
         self.known_flops = self.known_ideal_seconds = 0.0
         #: Totals after each of the latest batches: a rolling window is the difference of two.
         self.edges = deque([Sums()], maxlen=size + 1)
-        #: The latest batches that counting slowed down, without their FLOPs.
-        self.slowed: deque[BatchRecord] = deque(maxlen=max(size, 1))
+        #: Seconds of the latest steps.
+        self.steps: deque[float] = deque(maxlen=_USUAL)
+        #: Batches that were slowed down before any step was timed.
+        self.slowed: deque[BatchRecord] = deque(maxlen=MOST_RECORDS)
         self.records: list[BatchRecord] = []
         #: Records that wait for their device times.
         self.late: deque[tuple[BatchRecord, DeviceBatchTime]] = deque()
@@ -197,7 +206,7 @@ class BatchTotals:
         self.fold(stage)
         totals = self.stages[stage]
         totals.late.clear()
-        if totals.slowed and not totals.edges[-1].batch_count and stage not in self._explained:
+        if any(each.seconds for each in totals.slowed) and stage not in self._explained:
             self._explained.add(stage)
             rank_zero_info(_ALL_SLOWED.format(stage))
 
@@ -228,18 +237,17 @@ class RollingBatches:
 
         A stage without a timed batch gives those that were slowed down, without their FLOPs.
         """
-        stages, size = self._batches.stages, self._size
-        edges = stages[stage].edges
-        if not edges[-1].batch_count:
-            slowed = _Stage(size)
-            _add(slowed, stages[stage].slowed)
-            edges = slowed.edges
+        totals, size = self._batches.stages[stage], self._size
+        edges = totals.edges
         first = edges[max(len(edges) - 1 - size, 0)]
-        return edges[-1].since(first).shared(self._batches.sharing)
+        latest = edges[-1].since(first)
+        for record in [each for each in totals.slowed if each.seconds][-size:]:
+            latest = latest.plus(record._replace(cost=None))
+        return latest.shared(self._batches.sharing)
 
 
 def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
-    edges = stage.edges
+    later = [*stage.slowed, *(each for each in records if not each.first)]
     for record in records:
         cost = record.cost
         if cost is not None:
@@ -248,9 +256,26 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
             stage.known_ideal_seconds += cost.ideal_seconds
             stage.last_cost = cost
         if record.timed:
-            edges.append(edges[-1].plus(record))
-        elif record.seconds and not record.first:
-            stage.slowed.append(record._replace(cost=None, slowed=False))
+            stage.steps.append(record.seconds - record.waiting)
+    if not stage.steps:
+        stage.slowed.extend(later[len(stage.slowed) :])
+        return
+    stage.slowed.clear()
+    step = None
+    for record in later:
+        seconds = record.seconds
+        if record.slowed:
+            if record.cost is None:  # of skipped ones: it would make all FLOPs unknown
+                continue
+            step = _usual(stage.steps) if step is None else step
+            seconds = max(record.waiting + step, 0.0)
+        stage.edges.append(stage.edges[-1].plus(record._replace(seconds=seconds)))
+
+
+def _usual(steps: Collection[float]) -> float:
+    """The mean time of a step, in which long ones count up to a limit."""
+    seconds = np.array(steps)
+    return float(np.minimum(seconds, _OUTLIER * np.median(seconds)).mean())
 
 
 def _resolved(

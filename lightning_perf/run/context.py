@@ -212,10 +212,13 @@ class RunContext(Run):
             steps, last, number = 0, False, counters.batches + 1
             if not stages.nested:
                 stages.step = self._loop.step + number
+        waiting = max(meter.began - counters.mark, 0.0)
         seconds = counters.add(perf_counter(), samples, tokens, steps, last)
         firsts = counters.batches == 1, counters.begins_epoch
-        record = BatchRecord(seconds, samples, tokens, meter.work, meter.counted, *firsts)
+        record = BatchRecord(seconds, samples, tokens, meter.work, meter.counted, *firsts, waiting)
         self.batches.end_batch(stages.stage, record, timed)
+        if record.first:
+            windows.begin_batches()
         if recorder is not None and len(recorder.clock.log) > MOST_SPAN_ITEMS:
             recorder.clock.add_up()
         self.logs_now = number % self._every == 0 and not (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from lightning_perf.errors import WarningDigest, describe, printable, warn
@@ -315,7 +315,11 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
             # Without a version, all runs have the logger's name. DummyLogger has neither.
             if version:
                 name = "-".join(str(part) for part in (logger.name, version) if part)
-                return runs, name, f"{logger.save_dir}/{name}"
+                folder: Any = logger.save_dir
+                if folder and "://" not in str(folder):
+                    # Runs in different working folders may have one relative folder.
+                    folder = Path(folder).absolute()
+                return runs, name, f"{folder}/{name}"
     except Exception as error:
         failure = error
     generated = _generate(trainer)

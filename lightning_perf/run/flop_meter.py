@@ -8,6 +8,7 @@ import math
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import (
@@ -77,6 +78,8 @@ class FlopMeter:
         #: Cost of the current batch, and whether counting slowed it down.
         self.work: BatchCost | None = None
         self.counted = False
+        #: When its step began, by the clock of batches; 0 before any.
+        self.began = 0.0
         self._stage = ""
         self._declares = self._compiled = False
         #: Whether the module declares the FLOPs of this stage's batches.
@@ -147,6 +150,7 @@ class FlopMeter:
         self._begun += 1
         if self._begun > 1:
             return
+        self.began = perf_counter()
         self.work, self.counted = None, False
         if loader is not None and loader != self._loader:
             self._loader, self._cache = loader, None

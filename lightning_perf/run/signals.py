@@ -165,12 +165,16 @@ class FormulaSignal:
             if cost is None:
                 continue
             self._last = flops
-            if flops and cost.total and record.timed:
+            if flops and cost.total and not record.first:
                 self._ideal_seconds += cost.ideal_seconds * flops / cost.total
 
     def totals(self, stage: str) -> Sequence[float]:
         """Seconds at the peak, and FLOPs of the last batch."""
-        return (self._ideal_seconds, self._last) if stage == "train" else (0.0, 0.0)
+        if stage != "train":
+            return 0.0, 0.0
+        # Batches are in no column before one of them is timed.
+        timed = self._batches.stages[stage].edges[-1].batch_count
+        return self._ideal_seconds if timed else 0.0, self._last
 
 
 def node_sampler(trainer: Trainer, ranks: Ranks, processes: set[int]) -> Sampler | None:

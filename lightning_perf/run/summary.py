@@ -30,7 +30,7 @@ from lightning_perf.run.attempts import FOLDER as ATTEMPTS
 from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.run import LONG, Run
 from lightning_perf.run.window_log import table
-from lightning_perf.terminal import new_console
+from lightning_perf.terminal import new_console, unread
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.names import numbered
 from lightning_perf.tracking.summary import (
@@ -325,6 +325,8 @@ class RunSummary:
         fits = "train" in self._own["stages"]
         if (short and not fits) or not any(each.show_summary for each in self._callbacks):
             return False
+        if unread(sys.stdout):
+            return True
         console = new_console()
         console.print(f"lightning_perf: {self.content['run']}", style="bold")
         console.print(panel(self._own))

@@ -188,6 +188,15 @@ class Windows:
         for position in self._gauges:
             origins[position] = 0.0
 
+    def begin_batches(self) -> None:
+        """The first batch of the current stage has ended: it gives the step of the stage's start.
+
+        Lightning corrects the step of a checkpoint only after the stage has started.
+        """
+        start = self.logs[self._stages.stage].reports[0]
+        if start.stamp.batch == self._stages.counters.batch - 1:
+            start.step = self._stages.step - 1
+
     @property
     def ran(self) -> bool:
         """Whether any stage had a batch."""
@@ -261,7 +270,7 @@ class Windows:
         """Deliver windows, some batches after the report."""
         report.rows = rows
         log = self.logs[report.stage]
-        if report.width >= log.last.width:
+        if report.width >= log.reports[0].width:  # not of a callback that reports more often
             log.add(report)
         metrics: dict[str, float] = {}
         rises: dict[Report, Rows | Increase] = {}  # most callbacks have windows of one length

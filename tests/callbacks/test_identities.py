@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from math import isnan
 from pathlib import Path
@@ -102,6 +104,8 @@ class Slow(L.Callback):
     def __init__(self, clock: FakeClock, seconds: float) -> None:
         self.clock, self.seconds = clock, seconds
         self.validation = 0.0
+        #: The ends of batches of training, without validation.
+        self.ends: list[float] = []
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         loop = trainer.fit_loop.epoch_loop.val_loop
@@ -124,6 +128,7 @@ class Slow(L.Callback):
     on_validation_end = on_train_start
 
     def on_train_batch_end(self, *_: Any) -> None:
+        self.ends.append(self.clock() - self.validation)
         self.clock.sleep(self.seconds / 8)
 
 
@@ -212,11 +217,10 @@ def train(folder: Path, plan: dict[str, Any]) -> None:  # noqa: C901
     if not failing:
         agree("samples and batches", samples, count * 4)
         agree("batches", progress.stages["train"].batch, model.steps)
-        timed = signals.steps[~torch.tensor(signals.steps).isnan().numpy()]
-        if len(timed):
-            counted = len(timed) == count + 1
-            first = signals.first_step if counted else 0.0
-            agree("Diagnosis and Timings", timed.sum() - (first or 0.0), seconds)
+        assert len(signals.steps) == len(slow.ends) == model.steps
+        if count:
+            assert count == model.steps - 1
+            agree("batches and their ends", slow.ends[-1] - slow.ends[0], seconds)
         agree("windows of Diagnosis", float(signals.wall.sum()), staged)
     for _, row in records.rows:
         if "throughput/device/mfu" in row:
@@ -311,6 +315,37 @@ def test_the_start_of_an_evaluation_is_part_of_it(
     getattr(run, stage)(Evaluated(clock))
     assert speed.metrics[f"{stage}/time/total"] == 8 + 2
     assert timings.metrics[f"{stage}/timings/dataloader_next"] == 4.0
+
+
+def test_starts_of_epochs_are_in_the_throughput(tmp_path: Path, clock: FakeClock) -> None:
+    """Counting the first batch of an epoch leaves out none of the waiting before it."""
+
+    class Begins(Evaluated):
+        def on_train_epoch_start(self) -> None:
+            clock.sleep(8.0)
+
+        def train_dataloader(self) -> Any:
+            loader = Starts(self._loader().dataset, batch_size=16)
+            loader.clock = clock
+            return loader
+
+    rates = []
+    for flops_per_batch in (None, 1e6):
+        model, records = Begins(clock), Records()
+        model.flops_per_batch = flops_per_batch
+        speed = SpeedMonitor(window_size=12, gpu_flops_available=PEAK)
+        flops = Flops(schedule="every 4ba", peak_flops=PEAK)
+        run = trainer(tmp_path, speed, flops, logger=records, max_epochs=6, log_every_n_steps=4)
+        run.fit(model)
+        rates.append([value for _, value in records.of("actual_batches_per_sec")])
+        assert speed.metrics["throughput/batches_per_sec"] == pytest.approx(4 / (4 + 8 + 8))
+        summary = json.loads(next(tmp_path.glob("*/summary.json")).read_text())
+        whole = summary["stages"]["train"]["whole_run"]["throughput"]
+        # The first batch is excluded, with the start of its epoch.
+        assert whole["batches_per_sec"] == pytest.approx(23 / (23 + 5 * 16), rel=0.01)
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+    assert rates[0][-5:] == rates[1][-5:] == pytest.approx([0.2] * 5)
 
 
 def test_hooks_before_the_first_batch_are_not_its_time(tmp_path: Path, clock: FakeClock) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_perf import SpeedMonitor
 from lightning_perf.core.progress import Limits, Timestamp
-from lightning_perf.run import context, stages
+from lightning_perf.run import context, flop_meter, stages
 
 KEY = "time/remaining_estimate"
 #: Seconds per training batch, and per validation of four batches.
@@ -36,8 +36,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     """The clock that times batches and validations."""
     clock = Clock()
-    monkeypatch.setattr(stages, "perf_counter", clock)
-    monkeypatch.setattr(context, "perf_counter", clock)
+    for module in (stages, context, flop_meter):
+        monkeypatch.setattr(module, "perf_counter", clock)
     return clock
 
 

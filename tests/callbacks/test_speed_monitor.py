@@ -190,22 +190,27 @@ def test_bad_settings_are_refused_at_construction(options: dict[str, Any], field
 
 
 def test_a_rolling_window_keeps_only_its_latest_batches() -> None:
-    """Its sums are those of the latest timed batches, however many came before."""
+    """Its sums are those of the latest batches, however many came before.
+
+    A batch that was slowed down has its own waiting, and the usual time of a step.
+    """
     batches = BatchTotals()
     batches.start()
     rolling = batches.rolling(2)
     cost = BatchCost(total=8.0)
     for seconds, slowed, first in [(9, False, True), (5, False, False), (1, False, False),
                                    (7, True, False), (2, False, False)]:  # fmt: skip
-        batches.end_batch("train", BatchRecord(seconds, 4, 0, cost, slowed, first, False))
+        record = BatchRecord(seconds, 4, 0, cost, slowed, first, False, 0.5)
+        batches.end_batch("train", record)
     batches.fold("train")
     found = dict(zip(rolling.columns, rolling.totals("train"), strict=True))
-    assert found["rolling_2/batch/seconds"] == 3.0
+    usual = (4.5 + 0.5 + 1.5) / 3
+    assert found["rolling_2/batch/seconds"] == pytest.approx(0.5 + usual + 2.0)
     assert found["rolling_2/batch/count"] == 2
     assert found["rolling_2/batch/samples"] == 8
     assert found["rolling_2/flops/model"] == 16
     whole = dict(zip(batches.columns, batches.totals("train"), strict=True))
-    assert (whole["batch/count"], whole["flops/known_batches"]) == (3, 5)
+    assert (whole["batch/count"], whole["flops/known_batches"]) == (4, 5)
 
 
 class NewShapes(Small):
@@ -236,7 +241,7 @@ def test_a_stage_of_counted_batches_only_reports_a_lower_bound(
 
 
 def test_one_timed_batch_takes_precedence_over_slowed_ones() -> None:
-    """The lower bound is no longer reported once a batch is timed."""
+    """Once a batch is timed, its step replaces those that were slowed down."""
     batches = BatchTotals()
     batches.start()
     rolling = batches.rolling(4)
@@ -246,8 +251,8 @@ def test_one_timed_batch_takes_precedence_over_slowed_ones() -> None:
         batches.end_batch("train", BatchRecord(seconds, 4, 0, cost, slowed, first, False))
         batches.fold("train")
         found.append(dict(zip(rolling.columns, rolling.totals("train"), strict=True)))
-    assert [each["rolling_4/batch/seconds"] for each in found] == [0, 5, 1]
-    assert [each["rolling_4/flops/model"] for each in found] == [0, 0, 8]
+    assert [each["rolling_4/batch/seconds"] for each in found] == [0, 5, 2]
+    assert [each["rolling_4/flops/model"] for each in found] == [0, 0, 16]
 
 
 def test_declared_flops_take_precedence_over_counting(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_perf.flops import measure
 from lightning_perf.flops.measure import Machine, measure_peak, openmp, plausible_rate
@@ -213,6 +214,13 @@ def test_the_single_thread_search_uses_one_thread():
     assert Machine().on_one_thread(search) == 7.0
     assert seen == [1]
     assert (torch.get_num_threads(), runtimes[0].omp_get_max_threads()) == before
+
+
+def test_the_caller_s_modes_do_not_see_the_products():
+    """Torch's own counter around a training counts its FLOPs alone."""
+    with FlopCounterMode(display=False) as counter, torch.device("meta"):
+        assert measure_peak(CPU, "float32")
+    assert counter.get_total_flops() == 0
 
 
 @pytest.mark.gpu

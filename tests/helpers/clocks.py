@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from helpers.small import Small
-from lightning_perf.run import context, spans, stages
+from lightning_perf.run import context, flop_meter, spans, stages
 from lightning_perf.timing import clock
 
 
@@ -29,7 +29,7 @@ class FakeClock:
 
     def replace_clocks(self, patch: pytest.MonkeyPatch) -> None:
         """Time spans, batches and garbage collections by this clock."""
-        for module in (clock, spans, stages, context):
+        for module in (clock, spans, stages, context, flop_meter):
             patch.setattr(module, "perf_counter", self)
 
 

@@ -263,6 +263,22 @@ def test_runs_of_the_same_name_do_not_share_a_folder(tmp_path: Path) -> None:
         assert trace["run_name"] == path.split("/")[0]  # a trace says which folder it is from
 
 
+def test_runs_in_different_working_folders_do_not_share_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A logger's relative folder is another one in each; the same one is found again."""
+    names = []
+    for place in ("a", "b", "a"):
+        (tmp_path / place).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / place)
+        profiler = PyTorch(schedule="first 1ba", overwrite=True)
+        logger = CSVLogger("logs", version=0)
+        trainer(tmp_path / "root", profiler, logger=logger).fit(Small())
+        names.append(profiler.saved_traces[-1][1][0].relative_to(tmp_path / "root").parts[0])
+    assert names[0] == names[2] == "lightning_logs-version_0"
+    assert names[1].startswith("lightning_logs-version_0-")
+
+
 def test_mlflow_runs_of_the_same_name_do_not_share_a_folder(
     tmp_path: Path, mlflow_database: str
 ) -> None:

@@ -28,6 +28,7 @@ from helpers.small import (
     Small,
     trainer,
 )
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
 from mlflow import MlflowClient
 from torch import Tensor
@@ -204,7 +205,7 @@ def test_all_ranks_are_in_the_summary(tmp_path: Path) -> None:
     assert whole["flops_per_batch"] == 2 * 4 * FLOPS_PER_SAMPLE
     windows = found["stages"]["train"]["windows"]
     assert (windows["last"], windows["batches"], windows["samples"]) == (
-        [3, 7], [4, 4], [16.0, 32.0],  # two batches are counted, and not timed
+        [3, 7], [4, 4], [24.0, 32.0],  # without the first batch
     )  # fmt: skip
 
 
@@ -231,6 +232,20 @@ def test_steps_continue_after_a_resume(tmp_path: Path) -> None:
     assert (whole["first"], whole["last"], whole["batches"]) == (16, 31, 16)
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's, about resuming
+@pytest.mark.parametrize("batches", [5, 16, 21])
+def test_a_resume_begins_after_the_checkpoint_of_a_batch(tmp_path: Path, batches: int) -> None:
+    """ModelCheckpoint saves a step that Lightning corrects only after training has started."""
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=batches, save_top_k=-1)
+    first = trainer(tmp_path / "first", saves, enable_checkpointing=True, max_epochs=2)
+    first.fit(Small())
+    path = next(tmp_path.glob(f"*step={batches}.ckpt"))
+    second = trainer(tmp_path / "second", *callbacks(), max_epochs=2)
+    second.fit(Small(), ckpt_path=path)
+    whole = summary_of(tmp_path)["stages"]["train"]["whole_run"]
+    assert (whole["first"], whole["last"], whole["batches"]) == (batches, 31, 32 - batches)
+
+
 def test_traces_and_pages_are_listed(tmp_path: Path) -> None:
     """Paths are relative to `default_root_dir`; a profiler alone leaves a summary, too."""
     trainer(tmp_path, PyTorch(schedule="first 1ba")).fit(Small())
@@ -252,6 +267,44 @@ def test_the_terminal_shows_it_on_request(
         assert part in printed
     assert "\x1b" not in printed
     assert printed.rstrip().endswith("/summary.json")
+
+
+UNREAD = """
+import os, stat, sys
+from pathlib import Path
+from helpers.small import Small, trainer
+from lightning_perf import always_on
+
+class Broken:
+    def write(self, text):
+        raise BrokenPipeError("planted")
+    flush = write
+
+for stdout in (sys.stdout, Broken()):
+    sys.stdout = stdout
+    run = trainer(Path("."), always_on(show_summary=True))
+    run.fit(Small())
+    assert run.state.status == "finished"
+sys.stdout = sys.__stdout__
+assert stat.S_ISFIFO(os.fstat(1).st_mode)
+assert os.path.realpath(os.devnull) not in map(os.path.realpath, Path("/proc/self/fd").iterdir())
+print("saved", file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
+def test_a_stdout_without_reader_does_not_end_the_training(tmp_path: Path) -> None:
+    """As with `python train.py | head`: the lines after fit run, and the exit code is 0."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", UNREAD],
+        stdin=subprocess.PIPE, stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    os.close(writer)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (0, "saved"), done.stderr
 
 
 def note(uri: str, logger: MLFlowLogger) -> str:
@@ -656,6 +709,16 @@ def report(batch: int, ranks: int = 1, at_end: bool = False) -> Report:
 
 def costs(batch: int) -> Totals:
     return Totals({PLOTS: Cost(batch / 2, batch)})
+
+
+def test_windows_are_those_between_reports(tmp_path: Path) -> None:
+    """A report that more callbacks share leaves out none of the next ones."""
+    flops = Flops(schedule="every 4ba", peak_flops=1e9)
+    run = trainer(tmp_path, flops, SpeedMonitor(window_size=2), Timings(), log_every_n_steps=2)
+    run.fit(Small())
+    found = summary_of(tmp_path)["stages"]["train"]
+    assert found["windows"]["last"] == [*range(1, 16, 2)]
+    assert (found["last_window"]["first"], found["last_window"]["last"]) == (14, 15)
 
 
 def test_windows_are_differences_of_totals() -> None:

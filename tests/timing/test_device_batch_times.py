@@ -149,11 +149,15 @@ def test_rates_use_device_time(
     callbacks = [SpeedMonitor(window_size=4), Flops(schedule="2ba", peak_flops=1e9), Timings()]
     found = train(tmp_path, device, *callbacks)
     for key in ("throughput/batches_per_sec", "actual_batches_per_sec"):
-        assert {value for _, value in found.of(key)} == {1.0}
+        rates = [value for _, value in found.of(key)]
+        assert rates == pytest.approx([1.0] * len(rates), rel=0.01)
+        assert rates
     assert found.of("validate/throughput/batches_per_sec") or pace < 1e9
-    assert {value for _, value in found.of("validate/throughput/batches_per_sec")} <= {0.01}
+    validated = [value for _, value in found.of("validate/throughput/batches_per_sec")]
+    assert validated == pytest.approx([0.01] * len(validated), rel=0.01)
     mfu = found.of("batch_flops")[0][1] / 1e9
-    assert [value for _, value in found.of("mfu")] == pytest.approx([mfu] * len(found.of("mfu")))
+    utilizations = [value for _, value in found.of("mfu")]
+    assert utilizations == pytest.approx([mfu] * len(utilizations), rel=0.01)
     assert found.of("mfu")
     assert found.of("batch_flops")[0][0] == 0
 
@@ -172,8 +176,8 @@ def test_the_last_report_covers_the_whole_run(
     found = train(tmp_path, device, SpeedMonitor(window_size=4), model_of_formula)
     assert [step for step, _ in found.of("throughput/batches_per_sec")] == [15]
     assert [step for step, _ in found.of("batch_flops")] == [0, 1, 15]
-    assert found.of("actual_batches_per_sec") == [(15, 1.0)]
-    assert found.of("mfu_from_formula") == [(15, pytest.approx(1e-3))]
+    assert found.of("actual_batches_per_sec") == [(15, pytest.approx(1.0, 0.01))]
+    assert found.of("mfu_from_formula") == [(15, pytest.approx(1e-3, 0.01))]
 
 
 def test_the_end_waits_for_a_bounded_time(
