@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from lightning_perf.callbacks.suite import EnvironmentSuite
     from lightning_perf.run.callback import PerfCallback
 
-_VARIABLE = "LIGHTNING_PERF"
+#: Set by users, and by ``lightning-perf try`` for its processes.
+_VARIABLE, _TRIAL = "LIGHTNING_PERF", "LIGHTNING_PERF_TRIAL"
 
 
 def callbacks() -> list[Any]:
@@ -53,8 +54,23 @@ def selected() -> list[Any]:
     Raises:
         ConfigError: The variable names a file that cannot be used.
     """
+    if file := os.environ.get(_TRIAL):
+        return _of_trial(file)
     value = os.environ.get(_VARIABLE, "").strip()
     return [] if value.lower() in ("", "0", "false", "no", "off") else [from_environment(value)]
+
+
+@cache
+def _of_trial(file: str) -> list[Any]:
+    """The callbacks of a process that ``lightning-perf try`` has started, the same ones always."""
+    from lightning_perf.callbacks.suite import EnvironmentSuite, always_on
+    from lightning_perf.trials.trial import joined
+
+    trial = joined(file)
+    if not trial.diagnoses:
+        return [trial]
+    trial.suite = EnvironmentSuite(always_on(show_summary=False).callbacks, show_summary=False)
+    return [trial, trial.suite]
 
 
 @cache

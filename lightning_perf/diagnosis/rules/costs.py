@@ -71,17 +71,18 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     wait, loader = signals.per_batch(waits), signals.setup.loader
     workers = None if loader is None else loader.num_workers
     saves: float | None = None
+    advised: int | None = None
     advice = (
         f"Each batch is waited for {duration(wait)}. Load batches in the background: "
         "the training data does not come from a DataLoader."
     )
     if loader is not None:
-        advice, saves = _faster_loader(signals, loader, wait, least)
+        advice, saves, advised = _faster_loader(signals, loader, wait, least)
     evidence = without_none(
         wait_seconds=wait, step_seconds=signals.step_seconds,
         cpu_percent=signals.average("system/cpu_util_simple"),
         iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
-        usable_cpus=signals.setup.cpus,
+        advised_workers=advised, usable_cpus=signals.setup.cpus,
     )  # fmt: skip
     if (signals.foreign or 0.0) > least.named:
         evidence["foreign_percent"] = signals.foreign or 0.0
@@ -151,8 +152,8 @@ def _slowed_by_workers(
 
 def _faster_loader(
     signals: Signals, loader: Loader, wait: float, least: Workers
-) -> tuple[str, float | None]:
-    """DataLoader settings that hide the loading, and the part of the wait that they save."""
+) -> tuple[str, float | None, int | None]:
+    """DataLoader settings that hide the loading, the part of the wait that they save, workers."""
     setup, step = signals.setup, signals.step_seconds
     rest = max(step - wait, 1e-6)
     # Workers that start, or that validation waits for, do not load batches of training.
@@ -205,10 +206,11 @@ def _faster_loader(
         )
         bound = "at most " if shared else ""
         beside = f", and other programs use {foreign:.0f}% of them" if shared else ""
-        return (
+        advice = (
             f"{measured}. num_workers={workers} {hides}: {bound}{PROMISE}. {setup.cpus} CPUs are "
             f"usable{beside}.{shards if loader.iterable and workers > 1 else ''}"
-        ), (step - faster) / wait
+        )
+        return advice, (step - faster) / wait, workers
     why = f"with num_workers={loader.num_workers} and {setup.cpus} usable CPUs"
     more = "would not help"
     less = "load less per batch, or prepare the data ahead of training (decoded, resized, cached)"
@@ -224,7 +226,7 @@ def _faster_loader(
         if not needs_cpu and workers == most:
             more = f"than {most} are not advised, because {least.per_cpu} share a CPU then"
     none = f" {_no_workers(signals)}." if loader.num_workers else ""
-    return f"{measured} ({why}). More workers {more}: {less}.{none}", None
+    return f"{measured} ({why}). More workers {more}: {less}.{none}", None, None
 
 
 def _no_workers(signals: Signals) -> str:
@@ -380,6 +382,8 @@ def logger_bound(
                 "it is called."
             )
         evidence = {**hooks.impact.evidence, "log_every_n_steps": float(every)}
+        if saves is not None:
+            evidence["advised_log_every_n_steps"] = float(rarer)
         yield replace(
             hooks.impact, advice=f"{hooks.takes}. {advice}", saves=saves, evidence=evidence
         )
@@ -409,6 +413,7 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     )
     evidence = {
         "checkpoints": saves, "seconds_per_checkpoint": per_checkpoint, "batches_between": interval,
+        "advised_batches_between": float(rarer),
     }  # fmt: skip
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
