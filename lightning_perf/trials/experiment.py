@@ -224,9 +224,9 @@ class Experiment:
         (self._shared / "tmp").mkdir()
         #: Trials so far.
         self.count = 0
-        self._batches: int | None = None
+        self.batches: int | None = None
         self._warm_up = 10
-        self._allowed = 60 * minutes * _FIRST + _GRACE
+        self.allowed = 60 * minutes * _FIRST + _GRACE
         #: All outcomes of each setting by its key, by round.
         self.outcomes: dict[str, dict[int, Outcome]] = {}
         self._round = 0
@@ -246,7 +246,7 @@ class Experiment:
 
     # -- processes --------------------------------------------------------------------------------
 
-    def _run(self, setting: Setting) -> Outcome:
+    def run(self, setting: Setting) -> Outcome:
         """Run one trial."""
         self.count += 1
         folder = self._shared / str(self.count)
@@ -254,7 +254,7 @@ class Experiment:
         spec = {
             "folder": str(folder), "shared": str(self._shared), "keeps": setting.keeps,
             "changes": [[each.kind, each.value] for each in setting.changes],
-            "warm_up": self._warm_up, "batches": self._batches, "seconds": self._seconds,
+            "warm_up": self._warm_up, "batches": self.batches, "seconds": self._seconds,
             "most_seconds": max(self.seconds_left * _FIRST, 2 * self._seconds),
             "seed": setting.seed, "only": self.only,
         }  # fmt: skip
@@ -297,7 +297,7 @@ class Experiment:
 
     def _wait(self, process: subprocess.Popen[bytes], result: Path) -> tuple[bool, int]:
         """Wait for a trial; returns whether it took too long, and the most memory it had."""
-        limit, memory = monotonic() + self._allowed, 0
+        limit, memory = monotonic() + self.allowed, 0
         while process.poll() is None:
             memory = max(memory, _memory(process.pid))
             if monotonic() > limit:
@@ -316,7 +316,7 @@ class Experiment:
             TrialsFailed: It fails, or is too short.
         """
         before = _files(Path())
-        self.first = self._run(Setting(keeps=("checkpoint", "validation")))
+        self.first = self.run(Setting(keeps=("checkpoint", "validation")))
         after = _files(Path())
         self.written = sorted(name for name in after if before.get(name) != after[name])
         result = self.first.result
@@ -329,7 +329,7 @@ class Experiment:
                 f"need {_BATCHES[0]}"
             )
         self._plan(median, timed, result.get("epoch"))
-        self._allowed = _SLOWER * self.first.wall_seconds + _GRACE
+        self.allowed = _SLOWER * self.first.wall_seconds + _GRACE
         return [Candidate(**each) for each in result["candidates"]]
 
     def _plan(self, median: float, timed: int, epoch: int | None) -> None:
@@ -339,7 +339,7 @@ class Experiment:
         if epoch and epoch <= batches:
             batches = ceil(batches / epoch) * epoch
         ended = monotonic() - self._began < self._seconds  # by itself
-        self._batches = min(batches, timed) if ended else batches
+        self.batches = min(batches, timed) if ended else batches
 
     def race(self, reference: Setting, settings: Sequence[Setting], until: float) -> None:
         """Measure settings beside a reference, until all are settled or the time is up."""
@@ -356,7 +356,7 @@ class Experiment:
                 self._measure(setting)
 
     def _measure(self, setting: Setting) -> None:
-        outcome = self._run(setting)
+        outcome = self.run(setting)
         self.outcomes.setdefault(setting.key, {})[self._round] = outcome
         each = outcome.error or f"{duration(outcome.per_batch)} per batch"
         self.tell(f"trial {self.count}: {setting.name}: {each}")
