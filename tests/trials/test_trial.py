@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from helpers import tried
+
 from lightning_perf.trials.experiment import Candidate, Experiment, Setting, same_training
 
 WORKERS = Candidate(
