@@ -39,7 +39,7 @@ def callbacks_of_pytorch_lightning() -> list[Any]:
     chosen, other = callbacks(), sys.modules["pytorch_lightning"]
     # Before 2.6 its Trainer raises "Expected a parent" for callbacks that are not its own.
     old = Version(other.__version__) < Version("2.6")
-    if chosen and old and not isinstance(chosen[0], other.Callback):
+    if chosen and old and _TRIAL not in os.environ and not isinstance(chosen[0], other.Callback):
         _warn_once(
             f"{_VARIABLE} is ignored: pytorch_lightning {other.__version__} was imported after "
             "lightning_perf: import it first, or update it to 2.6."
@@ -63,14 +63,19 @@ def selected() -> list[Any]:
 @cache
 def _of_trial(file: str) -> list[Any]:
     """The callbacks of a process that ``lightning-perf try`` has started, the same ones always."""
-    from lightning_perf.callbacks.suite import EnvironmentSuite, always_on
-    from lightning_perf.trials.trial import joined
+    try:
+        from lightning_perf.callbacks.suite import EnvironmentSuite, always_on
+        from lightning_perf.trials.trial import joined
 
-    trial = joined(file)
-    if not trial.diagnoses:
-        return [trial]
-    trial.suite = EnvironmentSuite(always_on(show_summary=False).callbacks, show_summary=False)
-    return [trial, trial.suite]
+        trial = joined(file)
+        if trial.diagnoses:
+            callbacks = always_on(show_summary=False).callbacks
+            trial.suite = EnvironmentSuite(callbacks, show_summary=False)
+    except Exception as error:  # without the trial, this would be a whole training
+        print(f"lightning_perf: the trial cannot start: {error}", file=sys.stderr)  # noqa: T201
+        sys.stderr.flush()
+        os._exit(1)
+    return [trial, trial.suite] if trial.diagnoses else [trial]
 
 
 @cache

@@ -63,6 +63,8 @@ def try_(
         json: Print JSON.
     """
     command = _checked(command, minutes=minutes, seconds=seconds)
+    if only:
+        _check_groups(only)
     for file, mark in ((output, _MARK), (html, 'name="generator" content="lightning_perf"')):
         if file is not None:
             check_output(Path(file), mark.encode())
@@ -100,6 +102,16 @@ def _checked(command: list[str], **numbers: float) -> list[str]:
         if not 0 < value < inf:
             raise Failure(f"--{name} {value} is not a positive number")
     return command
+
+
+def _check_groups(only: Sequence[str]) -> None:
+    """Refuse groups that no change has."""
+    from lightning_perf.trials.changes import CHANGES  # imports torch
+
+    known = sorted({kind.group for kind in CHANGES})
+    for name in only:
+        if name not in known:
+            raise Failure(f"--only {name} is not a group of changes: {', '.join(known)}")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 #: Codes of a training whose time is its own computing. Healthy ones may still compute faster.
 _COMPUTING = ("compute-bound", "launch-bound", "low-gpu-utilization", "healthy")
 
+#: Workers that are tried first, at most, if the diagnosis does not advise a number.
+_USUAL_WORKERS = 8
+
 
 class Seen(NamedTuple):
     """What a first run has shown of a training: it decides which changes are tried."""
@@ -129,11 +132,11 @@ class Workers(Change):
         if seen.loader is None:
             return
         advised = seen.evidence("input-bound", "advised_workers")
-        # Where the advice is not certain, a trial decides.
-        first = advised or seen.loader.num_workers + max(seen.cpus // 2, 1)
+        # Where the advice is not certain, trials decide: loading may wait, or need the CPUs.
+        first = advised or max(2 * seen.loader.num_workers, min(max(seen.cpus, 2), _USUAL_WORKERS))
         yield cls(first)
-        if first < seen.cpus:
-            yield cls(min(2 * first, seen.cpus))
+        if 2 * first <= max(2 * seen.cpus, _USUAL_WORKERS // 2):
+            yield cls(2 * first)
 
     @override
     def predicted(self, seen: Seen) -> float | None:

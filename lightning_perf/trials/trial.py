@@ -1,6 +1,6 @@
 """What runs inside the process of a trial: one change, some batches, and nothing left behind.
 
-``lightning-perf try`` starts the user's command with `VARIABLE`, and Lightning asks our entry point
+``lightning-perf try`` starts the user's command with an environment variable, and Lightning asks our entry point
 for callbacks when it constructs a Trainer. From then on the first ``Trainer.fit`` of the process is
 the trial: loggers and checkpoints are moved to a temporary folder, the changes are made, and after
 enough batches the result is written and the process ends, so that no later line of the script runs.
@@ -33,6 +33,7 @@ from lightning_perf.run.context import current_run
 from lightning_perf.tracking.summary import text_of
 from lightning_perf.trials import compat
 from lightning_perf.trials.changes import Seen, change_of, proposals
+from lightning_perf.trials.process import RESULT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 else:
     Callback = callback_class()
 
-#: The environment variable with the file of a `Spec`, and the file of the result in its folder.
-VARIABLE, RESULT = "LIGHTNING_PERF_TRIAL", "result.json"
 #: Bytes of a tensor that are compared, and losses of a trial.
 _COMPARED, _LOSSES = 1 << 16, 200
 #: Weights that are saved, so that all trials begin with the same ones, have at most so many bytes.
@@ -246,8 +245,9 @@ class Trial(Callback):
             arguments = {key: value for each in self.changes for key, value in each.loader.items()}
             if arguments:
                 compat.change_loader(loader, arguments)
+            if self._loader is None:
+                self._record_samples(getattr(loader, "batch_sampler", None))
             self._loader = loader
-            self._record_samples(getattr(loader, "batch_sampler", None))
         return type(strategy).process_dataloader(strategy, loader)
 
     def _record_samples(self, sampler: Any) -> None:

@@ -50,7 +50,7 @@ def test_waiting_for_data_proposes_workers(tmp_path: Path) -> None:
 
 def test_uncertain_advice_is_tried(tmp_path: Path) -> None:
     """Without a number in the verdict, such as beside other programs, a trial decides."""
-    assert names(seen(tmp_path, verdict("input-bound"))) == ["num_workers=2", "num_workers=4"]
+    assert names(seen(tmp_path, verdict("input-bound"))) == ["num_workers=4", "num_workers=8"]
 
 
 def test_workers_that_start_in_each_epoch_are_kept(tmp_path: Path) -> None:

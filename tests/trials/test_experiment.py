@@ -10,15 +10,9 @@ import pytest
 import yaml
 
 from lightning_perf.trials.advice import as_yaml, lines, patch
-from lightning_perf.trials.experiment import (
-    MOST,
-    Candidate,
-    Experiment,
-    Outcome,
-    Setting,
-    same_training,
-    speedup,
-)
+from lightning_perf.trials.experiment import Candidate, Experiment, Setting
+from lightning_perf.trials.process import Outcome
+from lightning_perf.trials.proof import MOST, same_training, speedup
 
 
 def candidate(kind: str = "Workers", **fields: Any) -> Candidate:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from helpers import tried
 
-from lightning_perf.trials.experiment import Candidate, Experiment, Setting, same_training
+from lightning_perf.trials.experiment import Candidate, Experiment, Setting
+from lightning_perf.trials.proof import same_training
 
 WORKERS = Candidate(
     "Workers", 2, "num_workers=2", "input", True, [], None, {}, {"num_workers": 2}, "", []
