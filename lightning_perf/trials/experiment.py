@@ -274,9 +274,8 @@ class Experiment:
 
     def _failure(self, setting: Setting) -> str | None:
         """Why a setting has failed; one failure is enough."""
-        return next(
-            (each.error for _, one, each in self._outcomes if one == setting and each.error), None
-        )
+        errors = (each.error for _, one, each in self._outcomes if one == setting)
+        return next(filter(None, errors), None)
 
     def _logs(self, setting: Setting, reference: Setting) -> list[float]:
         """The logarithm of the ratio of both times in each round that has both."""

@@ -1,9 +1,10 @@
 """What runs inside the process of a trial: one change, some batches, and nothing left behind.
 
-``lightning-perf try`` starts the user's command with an environment variable, and Lightning asks our entry point
-for callbacks when it constructs a Trainer. From then on the first ``Trainer.fit`` of the process is
-the trial: loggers and checkpoints are moved to a temporary folder, the changes are made, and after
-enough batches the result is written and the process ends, so that no later line of the script runs.
+``lightning-perf try`` starts the user's command with an environment variable, and Lightning asks
+our entry point for callbacks when it constructs a Trainer. From then on the first ``Trainer.fit``
+of the process is the trial: loggers and checkpoints are moved to a temporary folder, the changes
+are made, and after enough batches the result is written and the process ends, so that no later line
+of the script runs.
 """
 
 from __future__ import annotations
