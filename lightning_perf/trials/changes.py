@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 
     from lightning_perf.diagnosis import Verdict
 
-#: Codes of a training whose time is its own computing. Healthy ones may still compute faster.
+#: Codes of a training whose time is its own computing. `Seen.codes` has the last one if nothing
+#: else takes most of the time.
 _COMPUTING = ("compute-bound", "launch-bound", "low-gpu-utilization", "healthy")
+#: Verdicts that do not say what the time is spent on.
+_ANYWHERE = {*_COMPUTING, "cpu-saturated", "warmup", "slow-precision"}
 
 #: Workers that are tried first, at most, if the diagnosis does not advise a number.
 _USUAL_WORKERS = 8
+#: The share of the time that is most of it.
+_MOST = 0.5
 
 
 class Seen(NamedTuple):
@@ -43,6 +48,12 @@ class Seen(NamedTuple):
     def device(self) -> str:
         """The type of the device, such as ``cpu``."""
         return str(self.trainer.strategy.root_device.type)
+
+    @property
+    def codes(self) -> set[str]:
+        """The codes of the verdicts, and ``healthy`` if most of the time is the training's own."""
+        elsewhere = sum(each.share for each in self.verdicts.values() if each.code not in _ANYWHERE)
+        return {*self.verdicts, *(["healthy"] if elsewhere < _MOST else [])}
 
     def evidence(self, code: str, name: str) -> int | None:
         """A number of a verdict's evidence, if the training has this verdict."""
@@ -479,7 +490,7 @@ CHANGES: list[type[Change]] = [
 def proposals(seen: Seen, only: tuple[str, ...] = ()) -> Iterator[Change]:
     """The changes that the verdicts of a training suggest, of some groups or of all."""
     for kind in CHANGES:
-        if (not only or kind.group in only) and seen.verdicts.keys() & set(kind.codes):
+        if (not only or kind.group in only) and seen.codes & set(kind.codes):
             yield from kind.proposed(seen)
 
 

@@ -168,10 +168,15 @@ class Experiment:
         # What can be combined needs some time afterwards.
         share = _ALONE if len({group for each in settings for group in each.groups}) > 1 else 1.0
         left = share * (self._end - monotonic())
-        count = max(int(left / (FEWEST * max(self.first.wall_seconds, 1e-3))) - 1, 1)
-        self.not_tried = [change for each in settings[count:] for change in each.changes]
-        settings = settings[:count]
-        self._race(Setting(), settings, until=monotonic() + left)
+        end, count = monotonic() + left, int(left / (FEWEST * max(self.first.wall_seconds, 1e-3)))
+        # As many at once as there is time for; then those that are left, if others were settled.
+        tried: list[Setting] = []
+        while len(tried) < len(settings) and monotonic() + self.first.wall_seconds < end:
+            some = settings[len(tried) :][: max(count - 1, 1)]
+            self._race(Setting(), some, until=end)
+            tried += some
+        self.not_tried = [change for each in settings[len(tried) :] for change in each.changes]
+        settings = tried
         helping = sorted(
             (row for row in self._rows(settings) if row.helps and row.speedup),
             key=lambda row: row.speedup.ratio if row.speedup else 0.0, reverse=True,

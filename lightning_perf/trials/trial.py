@@ -191,10 +191,10 @@ class Trial(Callback):
             return self.diagnoses or "checkpoint" in keeps
         if compat.is_a(callback, "EarlyStopping"):
             return self.diagnoses or "validation" in keeps
-        if kind.__module__.startswith("lightning_perf.") or compat.is_a(callback, "Checkpoint"):
+        if compat.is_a(callback, "Checkpoint"):
             self._note(f"{kind.__name__} is off in trials")
             return False
-        return True
+        return not kind.__module__.startswith("lightning_perf.")
 
     def _note(self, text: str) -> None:
         if text not in self._notes:

@@ -26,6 +26,10 @@ def verdict(code: str, **evidence: float) -> Verdict:
     return Verdict(code, "warning", 0.5, evidence=evidence)
 
 
+#: Proposed as well where torch has several threads.
+THREADS = [f"torch.set_num_threads({n // 2})" for n in [torch.get_num_threads()] if n > 1]
+
+
 def seen(tmp_path: Path, *verdicts: Verdict, loader: Any = None, **options: Any) -> Seen:
     module = options.pop("module", None) or Small()
     made = trainer(tmp_path, **options)
@@ -42,15 +46,16 @@ def test_waiting_for_data_proposes_workers(tmp_path: Path) -> None:
     """The advised number, which has a prediction, and twice as many."""
     waits = verdict("input-bound", advised_workers=2, advised_step_seconds=0.1)
     found = seen(tmp_path, waits)
-    assert names(found) == ["num_workers=2", "num_workers=4"]
-    predicted = [change.predicted(found) for change in proposals(found)]
+    assert names(found) == ["num_workers=2", "num_workers=4", *THREADS]
+    predicted = [change.predicted(found) for change in proposals(found, ("input",))]
     assert predicted == [pytest.approx(2.0), None]
     assert names(found, "precision") == []
 
 
 def test_uncertain_advice_is_tried(tmp_path: Path) -> None:
     """Without a number in the verdict, such as beside other programs, a trial decides."""
-    assert names(seen(tmp_path, verdict("input-bound"))) == ["num_workers=4", "num_workers=8"]
+    found = names(seen(tmp_path, verdict("input-bound")))
+    assert found == ["num_workers=4", "num_workers=8", *THREADS]
 
 
 def test_workers_that_start_in_each_epoch_are_kept(tmp_path: Path) -> None:
@@ -62,8 +67,11 @@ def test_workers_that_start_in_each_epoch_are_kept(tmp_path: Path) -> None:
     assert found == ["num_workers=0"]
 
 
-def test_without_a_verdict_nothing_is_tried(tmp_path: Path) -> None:
-    assert names(seen(tmp_path)) == []
+def test_what_takes_the_time_is_tried(tmp_path: Path) -> None:
+    """Faster computing is of no use where most of the time is something else."""
+    assert "torch.compile" in names(seen(tmp_path))
+    assert "torch.compile" in names(seen(tmp_path, verdict("cpu-saturated")))
+    assert "torch.compile" not in names(seen(tmp_path, verdict("gc-pauses")))
 
 
 def test_own_computing_proposes_faster_computing(tmp_path: Path) -> None:
