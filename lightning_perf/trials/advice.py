@@ -32,7 +32,7 @@ def lines(changes: Sequence[Candidate]) -> list[str]:
         if given:
             text = ", ".join(f"{key}={value!r}" for key, value in given.items())
             found.append(f"{name}(..., {text})")
-    return found + [each.code for each in changes if each.code]
+    return found + [line for each in changes for line in each.code.splitlines()]
 
 
 def _arguments(changes: Sequence[Candidate], field: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def as_yaml(changes: Sequence[Candidate]) -> str:
         for key, value in _arguments(changes, "loader").items()
         if key not in placed
     ]
-    rest += [f"# In the code: {each.code}" for each in changes if each.code]
+    rest += [f"# In the code: {line}" for each in changes for line in each.code.splitlines()]
     return "\n".join([*rest, text])
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_perf.flops import is_compiled
 from lightning_perf.trials import compat
 
 if TYPE_CHECKING:
@@ -255,25 +256,49 @@ class LargerBatch(Change):
 
 
 class Compile(Change):
-    """Compile the steps of the module."""
+    """Compile the layers of the module, or its steps as a whole."""
 
     group, codes, exact = "compile", _COMPUTING, False
-    code = "trainer.fit(torch.compile(model), ...)"
 
     @override
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
-        if getattr(seen.module, "_compiler_ctx", None) is None:
-            yield cls()
+        if not is_compiled(seen.module):
+            yield cls("layers")
+            yield cls("steps")
 
     @property
     @override
     def name(self) -> str:
-        return "torch.compile"
+        return f"torch.compile of {self.value}"
+
+    @property
+    @override
+    def code(self) -> str:
+        if self.value == "steps":
+            return "trainer.fit(torch.compile(model), ...)"
+        return (
+            "for layer in model.children():  # of a ModuleList, its items\n"
+            "    layer.forward = torch.compile(layer.forward)"
+        )
 
     @override
     def apply(self, trainer: Any, module: Any) -> Any:
-        return torch.compile(module)
+        if self.value == "steps":
+            return torch.compile(module)
+        for layer in _layers(module):
+            # Not layer.compile(): it leaves modules of torch, such as nn.Sequential, as they are.
+            layer.forward = torch.compile(layer.forward)
+        return module
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules within a module that are called, and have weights."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _layers(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 class MixedPrecision(Change):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from contextlib import suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from math import ceil, inf, log, sqrt
 from pathlib import Path
 from time import monotonic
@@ -168,15 +168,17 @@ class Experiment:
         # What can be combined needs some time afterwards.
         share = _ALONE if len({group for each in settings for group in each.groups}) > 1 else 1.0
         left = share * (self._end - monotonic())
-        end, count = monotonic() + left, int(left / (FEWEST * max(self.first.wall_seconds, 1e-3)))
+        end, most = monotonic() + left, int(left / (FEWEST * max(self.first.wall_seconds, 1e-3)))
         # As many at once as there is time for; then those that are left, if others were settled.
         tried: list[Setting] = []
         while len(tried) < len(settings) and monotonic() + self.first.wall_seconds < end:
-            some = settings[len(tried) :][: max(count - 1, 1)]
+            some = settings[len(tried) :][: max(most - 1, 1)]
             self._race(Setting(), some, until=end)
             tried += some
         self.not_tried = [change for each in settings[len(tried) :] for change in each.changes]
         settings = tried
+        if not any(row.better for row in map(self._row, settings)):  # nothing to combine
+            self._race(Setting(), settings, self._end)
         helping = sorted(
             (row for row in self._rows(settings) if row.helps and row.speedup),
             key=lambda row: row.speedup.ratio if row.speedup else 0.0, reverse=True,
@@ -228,7 +230,7 @@ class Experiment:
         self, reference: Setting, settings: Sequence[Setting], until: float, *also: Setting
     ) -> None:
         """Measure settings beside a reference, until all are settled or the time is up."""
-        for number in range(MOST):
+        for number in count():
             left = [each for each in settings if not self._is_settled(each, reference)]
             if not left:
                 return
@@ -252,7 +254,7 @@ class Experiment:
         if self._failure(setting) or (len(logs) > 1 and max(logs) < log(_HOPELESS)):
             return True
         found = self._speedup(setting, reference)
-        return found is not None and found.settled
+        return found is not None and (found.settled or found.rounds >= MOST)
 
     def _combined(self, helping: Sequence[Row]) -> Row | None:
         """Add one change after the other to the best one, if the sum is faster."""

@@ -69,9 +69,9 @@ def test_workers_that_start_in_each_epoch_are_kept(tmp_path: Path) -> None:
 
 def test_what_takes_the_time_is_tried(tmp_path: Path) -> None:
     """Faster computing is of no use where most of the time is something else."""
-    assert "torch.compile" in names(seen(tmp_path))
-    assert "torch.compile" in names(seen(tmp_path, verdict("cpu-saturated")))
-    assert "torch.compile" not in names(seen(tmp_path, verdict("gc-pauses")))
+    assert "torch.compile of layers" in names(seen(tmp_path))
+    assert "torch.compile of layers" in names(seen(tmp_path, verdict("cpu-saturated")))
+    assert "torch.compile of layers" not in names(seen(tmp_path, verdict("gc-pauses")))
 
 
 def test_own_computing_proposes_faster_computing(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_own_computing_proposes_faster_computing(tmp_path: Path) -> None:
     module.image = nn.Conv2d(1, 1, 1)
     found = seen(tmp_path, verdict("healthy"), module=module, accumulate_grad_batches=4)
     given = names(found)
-    assert {"batch_size=16", "torch.compile", "channels_last"} <= set(given)
+    assert {"batch_size=16", "torch.compile of layers", "channels_last"} <= set(given)
     assert ("precision=bf16-mixed" in given) == compat.computes_bfloat16(torch.device("cpu"))
     assert not {"pin_memory=True", 'torch.set_float32_matmul_precision("high")'} & set(given)
 
@@ -213,7 +213,14 @@ def test_checkpoints_at_another_interval(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiled_steps() -> None:
-    assert type(changes.Compile().apply(None, Small())).__name__ == "OptimizedModule"
+    """The whole module is wrapped; layers are compiled in place, also those in lists."""
+    assert type(changes.Compile("steps").apply(None, Small())).__name__ == "OptimizedModule"
+    module = Small()
+    module.more = nn.ModuleList([nn.Linear(2, 2)])
+    module.loss = nn.MSELoss()
+    assert changes.Compile("layers").apply(None, module) is module
+    compiled = [name for name, each in module.named_modules() if "forward" in vars(each)]
+    assert compiled == ["net", "more.0"]
 
 
 class Where(Dataset[tuple[int, int]]):
