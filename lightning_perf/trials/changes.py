@@ -87,6 +87,10 @@ class Change:
     exact: ClassVar[bool] = True
     #: What its trials do besides training: ``validation`` and ``checkpoint``.
     keeps: ClassVar[tuple[str, ...]] = ()
+    #: What the value is: ``loader`` or ``trainer``, and the name of an argument.
+    sets: ClassVar[tuple[str, str]] = ("", "")
+    #: The name of a change that sets no argument; by default the code.
+    title: ClassVar[str] = ""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -99,18 +103,18 @@ class Change:
     @property
     def name(self) -> str:
         """The change in few words."""
-        arguments = self.loader or self.trainer
-        return next((f"{key}={value}" for key, value in arguments.items()), self.code)
+        arguments = (self.loader or self.trainer).items()
+        return self.title or next((f"{key}={value}" for key, value in arguments), self.code)
 
     @property
     def loader(self) -> dict[str, Any]:
         """Arguments of the DataLoader."""
-        return {}
+        return {self.sets[1]: self.value} if self.sets[0] == "loader" else {}
 
     @property
     def trainer(self) -> dict[str, Any]:
         """Arguments of the Trainer."""
-        return {}
+        return {self.sets[1]: self.value} if self.sets[0] == "trainer" else {}
 
     @property
     def code(self) -> str:
@@ -136,6 +140,7 @@ class Change:
 class Workers(Change):
     """Load batches in processes of their own."""
 
+    sets = "loader", "num_workers"
     group, codes = "input", ("input-bound",)
 
     @override
@@ -158,12 +163,13 @@ class Workers(Change):
     @property
     @override
     def loader(self) -> dict[str, Any]:
-        return {"num_workers": self.value, "persistent_workers": True}
+        return super().loader | {"persistent_workers": True}
 
 
 class PersistentWorkers(Change):
     """Keep workers between epochs."""
 
+    sets = "loader", "persistent_workers"
     group, codes = "input", ("epoch-restart",)
 
     @override
@@ -174,15 +180,11 @@ class PersistentWorkers(Change):
         if loader is not None and loader.num_workers and not loader.persistent_workers | reloads:
             yield cls(True)
 
-    @property
-    @override
-    def loader(self) -> dict[str, Any]:
-        return {"persistent_workers": self.value}
-
 
 class NoWorkers(Change):
     """Load in the training's own process what costs less than its transfer from a worker."""
 
+    sets = "loader", "num_workers"
     group, codes = "input", ("epoch-restart", "cpu-saturated", "input-bound")
 
     @override
@@ -192,15 +194,11 @@ class NoWorkers(Change):
         if seen.loader is not None and seen.loader.num_workers and not more:
             yield cls(0)
 
-    @property
-    @override
-    def loader(self) -> dict[str, Any]:
-        return {"num_workers": self.value}
-
 
 class Prefetch(Change):
     """Load further ahead, for items that take unequal times."""
 
+    sets = "loader", "prefetch_factor"
     group, codes = "prefetch", ("input-bound", "periodic-stall")
 
     @override
@@ -209,15 +207,11 @@ class Prefetch(Change):
         if seen.loader is not None and seen.loader.num_workers:
             yield cls(4 * (seen.loader.prefetch_factor or 2))
 
-    @property
-    @override
-    def loader(self) -> dict[str, Any]:
-        return {"prefetch_factor": self.value}
-
 
 class PinMemory(Change):
     """Copy batches from memory that a GPU reads directly."""
 
+    sets = "loader", "pin_memory"
     group, codes = "transfer", ("transfer-bound", *_COMPUTING)
 
     @override
@@ -225,11 +219,6 @@ class PinMemory(Change):
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         if seen.device == "cuda" and seen.loader is not None and not seen.loader.pin_memory:
             yield cls(True)
-
-    @property
-    @override
-    def loader(self) -> dict[str, Any]:
-        return {"pin_memory": self.value}
 
 
 class LargerBatch(Change):
@@ -304,6 +293,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 class MixedPrecision(Change):
     """Compute products in bfloat16."""
 
+    sets = "trainer", "precision"
     group, codes, exact = "precision", _COMPUTING, False
 
     @override
@@ -312,11 +302,6 @@ class MixedPrecision(Change):
         single = str(seen.trainer.precision) == "32-true"
         if single and compat.computes_bfloat16(seen.trainer.strategy.root_device):
             yield cls("bf16-mixed")
-
-    @property
-    @override
-    def trainer(self) -> dict[str, Any]:
-        return {"precision": self.value}
 
     @override
     def apply(self, trainer: Any, module: Any) -> Any:
@@ -352,7 +337,7 @@ class FusedOptimizer(Change):
     """Update all weights in one kernel."""
 
     group, codes, exact = "optimizer", _COMPUTING, False
-    code = "torch.optim.AdamW(..., fused=True)"
+    title, code = "fused=True", "torch.optim.AdamW(..., fused=True)"
 
     @override
     @classmethod
@@ -360,11 +345,6 @@ class FusedOptimizer(Change):
         groups = [group for each in seen.trainer.optimizers for group in each.param_groups]
         if groups and all("fused" in group and not group["fused"] for group in groups):
             yield cls()
-
-    @property
-    @override
-    def name(self) -> str:
-        return "fused=True"
 
     @override
     def begin(self, trainer: Any) -> None:
@@ -377,6 +357,7 @@ class ChannelsLast(Change):
     """Keep images with their channels last, as convolutions read them."""
 
     group, codes, exact = "memory-format", _COMPUTING, False
+    title = "channels_last"
     code = "model = model.to(memory_format=torch.channels_last)"
 
     @override
@@ -384,11 +365,6 @@ class ChannelsLast(Change):
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         if any(isinstance(each, nn.Conv2d) for each in seen.module.modules()):
             yield cls()
-
-    @property
-    @override
-    def name(self) -> str:
-        return "channels_last"
 
     @override
     def begin(self, trainer: Any) -> None:
@@ -399,17 +375,13 @@ class FreezeGc(Change):
     """Leave what lives during the whole training out of garbage collections."""
 
     group, codes = "gc", ("gc-pauses",)
+    title = "gc.freeze()"
     code = "gc.collect(); gc.freeze(); gc.set_threshold(50_000, 20, 100)  # before trainer.fit"
 
     @override
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         yield cls()
-
-    @property
-    @override
-    def name(self) -> str:
-        return "gc.freeze()"
 
     @override
     def begin(self, trainer: Any) -> None:
@@ -444,6 +416,7 @@ class Threads(Change):
 class LogInterval(Change):
     """Log less often."""
 
+    sets = "trainer", "log_every_n_steps"
     group, codes = "logging", ("logger-bound",)
 
     @override
@@ -451,11 +424,6 @@ class LogInterval(Change):
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         if every := seen.evidence("logger-bound", "advised_log_every_n_steps"):
             yield cls(every)
-
-    @property
-    @override
-    def trainer(self) -> dict[str, Any]:
-        return {"log_every_n_steps": self.value}
 
 
 class ValidationInterval(Change):

@@ -319,7 +319,11 @@ class Trial(Callback):
             if error is None and trainer.global_rank:
                 time.sleep(_OTHER_RANKS)
             elif not file.exists():
-                content = {"error": describe(error).partition("\n")[0]} if error else self._result(trainer)
+                content = (
+                    {"error": describe(error).partition("\n")[0]}
+                    if error
+                    else self._result(trainer)
+                )
                 write_text(file, text_of(content))
         except BaseException as failure:
             write_text(file, text_of({"error": describe(failure)}))
