@@ -37,7 +37,7 @@ from lightning_perf.trials.changes import Seen, change_of, proposals
 from lightning_perf.trials.process import RESULT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from lightning.pytorch import Callback
 
@@ -215,9 +215,7 @@ class Trial(Callback):
             self._share_weights(trainer, getattr(model, "_orig_mod", model))
         for change in self.changes:
             model = change.apply(trainer, model)
-        random.seed(self.spec.seed)
-        np.random.seed(self.spec.seed)
-        torch.manual_seed(self.spec.seed)
+        seed_all(self.spec.seed)
         self._began = perf_counter()
         return model
 
@@ -389,7 +387,7 @@ class Trial(Callback):
         return {
             "verdicts": [verdict.as_dict() for verdict in verdicts],
             "candidates": candidates,
-            "dataset": kind_of_items(getattr(loader, "dataset", None)),
+            "dataset": kind_of_items(loader),
             "command_line": bool(config),
         }
 
@@ -411,17 +409,17 @@ def digest(batch: Any) -> str:
     return found.hexdigest()
 
 
-def kind_of_items(dataset: Any) -> str:
-    """How a dataset makes its items: ``fixed``, ``random``, ``stateful`` or ``unknown``.
+def kind_of_items(loader: Any) -> str:
+    """How a DataLoader makes items and batches: ``fixed``, ``random``, ``stateful`` or ``unknown``.
 
-    Items that draw random numbers differ in a worker, which has its own, and still are the same
-    training. Items that depend on what was read before are not.
+    What draws random numbers differs in a worker, which has its own, and still is the same
+    training. What depends on the items that were read before is not.
     """
     try:
-        count = min(len(dataset), _ITEMS)
+        count = min(len(loader.dataset), _ITEMS)
         end, result = monotonic() + _ITEM_SECONDS, "fixed"
         for number in range(count):
-            first, again, other = (_item(dataset, number, seed) for seed in (0, 0, 1))
+            first, again, other = (_item(loader, number, seed) for seed in (0, 0, 1))
             if first != again:
                 return "stateful"
             if first != other:
@@ -433,10 +431,13 @@ def kind_of_items(dataset: Any) -> str:
         return "unknown"
 
 
-def _item(dataset: Any, number: int, seed: int) -> str:
+def _item(loader: Any, number: int, seed: int) -> str:
+    seed_all(seed)
+    return digest(loader.collate_fn([loader.dataset[number]]))
+
+
+def seed_all(seed: int) -> None:
+    """Seed what datasets and modules draw from."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    item = dataset[number]
-    plain: Iterable[Any] = item if isinstance(item, tuple | list) else [item]
-    return digest(item) + repr([each for each in plain if isinstance(each, int | float | str)])

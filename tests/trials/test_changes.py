@@ -295,11 +295,28 @@ class Stream(IterableDataset[int]):
 )
 def test_how_items_are_made(make: Any, kind: str) -> None:
     """Random numbers are not state: with the same ones, an item is the same."""
-    assert kind_of_items(Drawn(make)) == kind
+    assert kind_of_items(DataLoader(Drawn(make))) == kind
+
+
+def test_random_collation_is_random() -> None:
+    def collated(items: list[Any]) -> Tensor:
+        return torch.stack(items) + torch.rand(())
+
+    items = Drawn(lambda index, _: torch.ones(3) * index)
+    assert kind_of_items(DataLoader(items, collate_fn=collated)) == "random"
+
+
+def test_places_in_the_configuration_of_a_command_line() -> None:
+    """With and without subclasses of the data module; none for what is no argument."""
+    plain = {"data": {"num_workers": 0}, "trainer": {"num_workers": 1}}
+    assert list(compat.paths_of(plain, "num_workers")) == [("data", "num_workers")]
+    nested = {"data": {"class_path": "Data", "init_args": {"num_workers": 0}}, "model": None}
+    assert list(compat.paths_of(nested, "num_workers")) == [("data", "init_args", "num_workers")]
+    assert list(compat.paths_of(nested, "pin_memory")) == []
 
 
 def test_items_of_a_stream_are_unknown() -> None:
-    assert kind_of_items(Stream()) == "unknown"
+    assert kind_of_items(DataLoader(Stream())) == "unknown"
 
 
 def test_digests_tell_batches_apart() -> None:
