@@ -295,14 +295,13 @@ class Experiment:
         logs = self._logs(setting, reference)
         if not logs:
             return None
-        pair = self._of(setting), self._of(reference._replace(keeps=setting.keeps))
-        within = sum(float(np.mean([x.noise**2 for x in one.values()])) for one in pair)
-        # Between neighbouring rounds, as it is.
+        # Between neighbouring rounds, as it is. Not a bootstrap of the batches of a trial: several
+        # workers deliver them in bursts, which are no noise.
         usual = [
             log(one.per_sample / other.per_sample) ** 2
             for one, other in pairwise(self._of(Setting(keeps=setting.keeps)).values())
         ]
-        return speedup(logs, sqrt(max(within, float(np.mean(usual)) if usual else 0.0)))
+        return speedup(logs, sqrt(np.mean(usual)) if usual else 0.0)
 
     def _rows(self, settings: Sequence[Setting]) -> list[Row]:
         """The rows of settings; what may be alike is compared with runs of other seeds."""

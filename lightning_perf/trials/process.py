@@ -12,10 +12,8 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import psutil
 
-from lightning_perf.diagnosis.stats import resampled_ratios
 from lightning_perf.errors import DAMAGE, printable
 from lightning_perf.files import read_json, write_text
 from lightning_perf.tracking.summary import text_of
@@ -58,14 +56,6 @@ class Outcome(NamedTuple):
     def memory(self) -> int:
         """The most memory in bytes, of the device if it has its own."""
         return self.result.get("memory") or self.host_memory
-
-    @property
-    def noise(self) -> float:
-        """The standard deviation of the logarithm of the time, by a block bootstrap."""
-        seconds, counts = (np.array(self.result[name], float) for name in ("seconds", "counts"))
-        if len(seconds) < 3:
-            return 0.0
-        return float(np.log(resampled_ratios(seconds, counts, 200, seed=0)).std())
 
 
 def run_trial(
