@@ -197,7 +197,7 @@ class Experiment:
         if self.first.error is not None:
             raise TrialsFailed(f"the training fails before any change: {self.first.error}")
         result, (least, most) = self.first.result, _BATCHES
-        timed, epoch = sum(result["counts"]), result.get("epoch")
+        timed, epoch = result["timed"], result.get("epoch")
         if timed < least:
             raise TrialsFailed(
                 f"the training has {timed} batches after {_WARM_UP} of warm-up; trials need {least}"

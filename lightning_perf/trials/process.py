@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     @property
     def per_batch(self) -> float:
         """Seconds per batch."""
-        return float(sum(self.result["seconds"]) / sum(self.result["counts"]))
+        return float(self.result["seconds"] / self.result["timed"])
 
     @property
     def per_sample(self) -> float:
@@ -91,7 +91,7 @@ def run_trial(
     try:
         result = read_json(folder / RESULT)
         error = result.get("error")
-        if error is None and not result["counts"]:
+        if error is None and not result["timed"]:
             error = "the training ended before the batches that are timed"
     except FileNotFoundError:
         result, error = {}, _without_result(process, output, wall, in_time)

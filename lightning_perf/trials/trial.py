@@ -49,8 +49,6 @@ else:
 _COMPARED, _LOSSES = 1 << 16, 200
 #: Weights that are saved, so that all trials begin with the same ones, have at most so many bytes.
 _MOST_WEIGHTS = 2e9
-#: Windows into which the batches of a trial are summed.
-_WINDOWS = 100
 #: Items that are read again, to learn whether they are random, and the seconds for it.
 _ITEMS, _ITEM_SECONDS = 4, 10.0
 #: Seconds for other ranks, until the parent ends them.
@@ -336,13 +334,11 @@ class Trial(Callback):
 
     def _result(self, trainer: Any) -> Mapping[str, Any]:
         cuda = trainer.strategy.root_device.type == "cuda"
-        seconds, windows = np.array(self._seconds), min(_WINDOWS, len(self._seconds))
-        parts = np.array_split(seconds, windows) if windows else []
         epoch = trainer.num_training_batches
         content: dict[str, Any] = {
-            "seconds": [float(part.sum()) for part in parts],
-            "counts": [len(part) for part in parts],
-            "median": float(np.median(seconds)) if windows else None,
+            "seconds": sum(self._seconds),
+            "timed": len(self._seconds),
+            "median": float(np.median(self._seconds)) if self._seconds else None,
             "startup": self._startup,
             "losses": [repr(float(loss)) for loss in self._losses],
             "batches": self._batches,

@@ -58,7 +58,7 @@ class Simulated(Experiment):
 
 def outcome(seconds: float) -> Outcome:
     result = {
-        "seconds": [seconds] * 20, "counts": [1] * 20, "batch_size": 4, "startup": 1.0,
+        "seconds": 20 * seconds, "timed": 20, "batch_size": 4, "startup": 1.0,
         "losses": ["0.1", "0.2"], "batches": ["a", "b"], "samples": ["1", "2"], "memory": 100,
     }  # fmt: skip
     return Outcome(result, None, 0.001, 0)
