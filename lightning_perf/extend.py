@@ -19,12 +19,13 @@ from lightning_perf.schedule import FOREVER, Context, Schedule, Trigger, as_sche
 from lightning_perf.traces.uploads import NotHere
 from lightning_perf.tracking.notify import post
 from lightning_perf.tracking.tracker import Tracker
+from lightning_perf.trials.changes import CHANGES, Change, Seen
 
 __all__ = [
-    "FOREVER", "RULES", "ConfigError", "Context", "FunctionRule", "Impact", "Limits", "Moment",
-    "Names", "NotHere", "PerfWarning", "Profiler", "Ranks", "Recorded", "RecorderBusy", "Recording",
-    "Rule", "Run", "Schedule", "Signal", "Signals", "Time", "TimeUnit", "Timestamp", "Tracker",
-    "Trigger", "Unknown", "Verdict", "Window", "WindowCallback", "as_schedule", "defaults", "flag",
-    "flop_formula", "needs", "post", "rank_list", "refuse_python_profiler", "refuse_torch_profiler",
-    "stage_list", "times", "whole",
+    "CHANGES", "FOREVER", "RULES", "Change", "ConfigError", "Context", "FunctionRule", "Impact",
+    "Limits", "Moment", "Names", "NotHere", "PerfWarning", "Profiler", "Ranks", "Recorded",
+    "RecorderBusy", "Recording", "Rule", "Run", "Schedule", "Seen", "Signal", "Signals", "Time",
+    "TimeUnit", "Timestamp", "Tracker", "Trigger", "Unknown", "Verdict", "Window", "WindowCallback",
+    "as_schedule", "defaults", "flag", "flop_formula", "needs", "post", "rank_list",
+    "refuse_python_profiler", "refuse_torch_profiler", "stage_list", "times", "whole",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ LAYERS = [
     {"__main__"},
     {"cli"},
     {"callbacks", "extend"},
-    {"profilers"},
+    {"profilers", "trials"},
     {"run"},
     {"tracking"},
     {"diagnosis"},
@@ -31,10 +31,10 @@ LAYERS = [
 ]
 #: Libraries that may be imported in some packages only.
 RESERVED = {
-    "torch": {"flops", "timing", "run", "callbacks", "profilers"},
-    "lightning": {"run", "callbacks", "profilers"},
+    "torch": {"flops", "timing", "run", "callbacks", "profilers", "trials"},
+    "lightning": {"run", "callbacks", "profilers", "trials"},
     "mlflow": {"tracking"},
-    "psutil": {"cli", "system"},
+    "psutil": {"cli", "system", "trials"},
 }
 MODULES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted(Path(__file__).parent.rglob("test_*.py"))

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from lightning_perf.callbacks.suite import EnvironmentSuite
     from lightning_perf.run.callback import PerfCallback
 
-_VARIABLE = "LIGHTNING_PERF"
+#: Set by users, and by ``lightning-perf try`` for its processes.
+_VARIABLE, _TRIAL = "LIGHTNING_PERF", "LIGHTNING_PERF_TRIAL"
 
 
 def callbacks() -> list[Any]:
@@ -49,7 +50,7 @@ def _accepted() -> list[Any]:
     # Before 2.6 its Trainer raises "Expected a parent" for callbacks that are not its own. Builds
     # of a company may have a version that packaging does not read.
     old = [int(part) for part in re.findall(r"\d+", other.__version__)[:2]] < [2, 6]
-    if chosen and old and not isinstance(chosen[0], other.Callback):
+    if chosen and old and _TRIAL not in os.environ and not isinstance(chosen[0], other.Callback):
         _warn_once(
             f"{_VARIABLE} is ignored: pytorch_lightning {other.__version__} was imported after "
             "lightning_perf: import it first, or update it to 2.6."
@@ -64,8 +65,28 @@ def selected() -> list[Any]:
     Raises:
         ConfigError: The variable names a file that cannot be used.
     """
+    if file := os.environ.get(_TRIAL):
+        return _of_trial(file)
     value = os.environ.get(_VARIABLE, "").strip()
     return [] if value.lower() in ("", "0", "false", "no", "off") else [from_environment(value)]
+
+
+@cache
+def _of_trial(file: str) -> list[Any]:
+    """The callbacks of a process that ``lightning-perf try`` has started, the same ones always."""
+    try:
+        from lightning_perf.callbacks.suite import EnvironmentSuite, always_on
+        from lightning_perf.trials.trial import joined
+
+        trial = joined(file)
+        if trial.diagnoses:
+            callbacks = always_on(show_summary=False).callbacks
+            trial.suite = EnvironmentSuite(callbacks, show_summary=False)
+    except Exception as error:  # without the trial, this would be a whole training
+        print(f"lightning_perf: the trial cannot start: {error}", file=sys.stderr)  # noqa: T201
+        sys.stderr.flush()
+        os._exit(1)
+    return [trial, trial.suite] if trial.diagnoses else [trial]
 
 
 @cache

@@ -13,6 +13,7 @@ from contextlib import suppress
 from errno import EEXIST
 from importlib import import_module
 from inspect import Parameter, cleandoc, signature
+from keyword import iskeyword
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.checks import install_command
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _COMMANDS = {
     "capture": "runs", "compare": "runs", "devices": "machine", "doctor": "machine",
     "measure": "machine", "report": "runs", "run": "runs", "runs": "fleet", "stacks": "runs",
-    "trace": "files",
+    "trace": "files", "try": "trials",
     "upload": "files", "watch": "runs",
 }  # fmt: skip
 #: The names to install of packages that are imported under another name.
@@ -123,7 +124,11 @@ def _reason(error: Exception) -> str:
 def all_commands() -> dict[str, Callable[..., int]]:
     """The function of each command."""
     modules = {name: import_module(f"{__name__}.{module}") for name, module in _COMMANDS.items()}
-    return {name: getattr(module, name) for name, module in modules.items()}
+    # A keyword, such as "try", is no name of a function.
+    return {
+        name: getattr(module, f"{name}_" if iskeyword(name) else name)
+        for name, module in modules.items()
+    }
 
 
 def _run(args: Sequence[str]) -> int:
@@ -183,11 +188,11 @@ def _add(subcommands: Any, name: str, command: Callable[..., int]) -> None:
         elif default is not Parameter.empty:
             options["nargs"] = "?"
         if kind == list[str]:
-            options["nargs"] = REMAINDER if name == "run" else "+"
+            options["nargs"] = REMAINDER if name in ("run", "try") else "+"
         elif kind == list[str] | None:
             options["action"] = "append"
-        elif kind is int:
-            options["type"] = int
+        elif kind in (int, float):
+            options["type"] = kind
         if kind is bool:
             options["action"] = "store_true"
         else:

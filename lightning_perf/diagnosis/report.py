@@ -44,6 +44,8 @@ _EVIDENCE = {
     "num_workers": "num_workers",
     "torch_threads": "threads of torch",
 }
+#: Numbers that the advice has in words.
+_IN_ADVICE = {"advised_workers", "advised_log_every_n_steps", "advised_batches_between"}
 #: Lower bounds below this share are not shown.
 _SHOWN = 1e-3
 #: Lower bounds below this part of the share are in the headline.
@@ -130,6 +132,8 @@ def evidence_text(verdict: Verdict) -> str:
     for name, value in verdict.evidence.items():
         words, _, unit = name.rpartition("_")
         label = _EVIDENCE.get(name)
+        if name in _IN_ADVICE:
+            continue
         if isinstance(value, str) or not isfinite(value):
             measured.append(f"{label or _words(name)} {value}")
         elif name == "lower_bound_share":

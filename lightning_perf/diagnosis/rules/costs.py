@@ -148,6 +148,8 @@ def logger_bound(
                 "it is called."
             )
         evidence = {**hooks.impact.evidence, "log_every_n_steps": float(every)}
+        if saves is not None:
+            evidence["advised_log_every_n_steps"] = float(rarer)
         yield replace(
             hooks.impact, advice=f"{hooks.takes}. {advice}", saves=saves, evidence=evidence
         )
@@ -177,6 +179,7 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     )
     evidence = {
         "checkpoints": saves, "seconds_per_checkpoint": per_checkpoint, "batches_between": interval,
+        "advised_batches_between": float(rarer),
     }  # fmt: skip
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),

@@ -56,6 +56,7 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         waits = np.maximum(waits - excess, 0.0)
     wait, loader = signals.per_batch(waits), signals.setup.loader
     saves: float | None = None
+    advised: int | None = None
     advice = (
         f"Each batch is waited for {duration(wait)}. Load batches in the background: "
         "the training data does not come from a DataLoader."
@@ -63,12 +64,13 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     if loader is not None:
         loading = _Loading(signals, loader, wait, least)
         advice, saves = loading.advice(), loading.saves
+        advised = None if saves is None else loading.best
     workers = None if loader is None else loader.num_workers
     evidence = without_none(
         wait_seconds=wait, step_seconds=signals.step_seconds,
         cpu_percent=signals.average("system/cpu_util_simple"),
         iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
-        usable_cpus=signals.setup.cpus,
+        advised_workers=advised, usable_cpus=signals.setup.cpus,
     )  # fmt: skip
     if (signals.foreign or 0.0) > least.named:
         evidence["foreign_percent"] = signals.foreign or 0.0

@@ -1,0 +1,1 @@
+"""Trials of changes that may make a training faster: what is tried, in which process, and proof."""

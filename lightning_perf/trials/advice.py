@@ -1,0 +1,150 @@
+"""What to write for changes that help: lines, a YAML file for LightningCLI, and a patch."""
+
+from __future__ import annotations
+
+import ast
+from difflib import unified_diff
+from typing import TYPE_CHECKING, Any
+
+import yaml  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from lightning_perf.trials.experiment import Candidate
+
+#: The classes whose arguments changes set, by the field of a `Candidate`.
+_CLASSES = {"trainer": "Trainer", "loader": "DataLoader"}
+
+
+def lines(changes: Sequence[Candidate]) -> list[str]:
+    """The lines to write in a script, as arguments of one call per class.
+
+    Example:
+        >>> from lightning_perf.trials.experiment import Candidate
+        >>> fixed = ("Workers", 2, "num_workers=2", "input", True, [], None)
+        >>> lines([Candidate(*fixed, trainer={}, loader={"num_workers": 2}, code="", yaml=[])])
+        ['DataLoader(..., num_workers=2)']
+    """
+    found = []
+    for field, name in _CLASSES.items():
+        given = _arguments(changes, field)
+        if given:
+            text = ", ".join(f"{key}={value!r}" for key, value in given.items())
+            found.append(f"{name}(..., {text})")
+    return found + [line for each in changes for line in each.code.splitlines()]
+
+
+def _arguments(changes: Sequence[Candidate], field: str) -> dict[str, Any]:
+    return {key: value for each in changes for key, value in getattr(each, field).items()}
+
+
+def as_yaml(changes: Sequence[Candidate]) -> str:
+    """The file for LightningCLI's ``--config``, after those of the training.
+
+    What is no argument of the Trainer, the data or the model is in comments.
+    """
+    content: dict[str, Any] = {}
+    placed = set()
+    for change in changes:
+        for path, value in change.yaml:
+            here = content
+            for name in path[:-1]:
+                here = here.setdefault(name, {})
+            here[path[-1]] = value
+            placed.add(path[-1])
+    text = yaml.safe_dump(content, sort_keys=False) if content else ""
+    rest = [
+        f"# {_CLASSES['loader']}: {key}={value!r} is no argument of the data or the model."
+        for key, value in _arguments(changes, "loader").items()
+        if key not in placed
+    ]
+    rest += [f"# In the code: {line}" for each in changes for line in each.code.splitlines()]
+    return "\n".join([*rest, text])
+
+
+def patch(source: str, name: str, changes: Sequence[Candidate]) -> str:
+    r"""A unified diff of a script that sets the arguments of changes.
+
+    Empty where there is a doubt: no call or several calls of the class, or an argument that is not
+    a literal. Nothing is written.
+
+    Example:
+        >>> from lightning_perf.trials.experiment import Candidate
+        >>> fixed = ("Workers", 2, "num_workers=2", "input", True, [], None)
+        >>> change = Candidate(*fixed, trainer={}, loader={"num_workers": 2}, code="", yaml=[])
+        >>> print(patch("DataLoader(data, num_workers=0)\n", "train.py", [change]))
+        --- train.py
+        +++ train.py
+        @@ -1 +1 @@
+        -DataLoader(data, num_workers=0)
+        +DataLoader(data, num_workers=2)
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    edits: list[tuple[int, int, str]] = []
+    for field, kind in _CLASSES.items():
+        given = _arguments(changes, field)
+        call = _only_call(tree, kind)
+        if given and call is not None:
+            edits += _edits(source, call, given)
+    new = source
+    for start, end, text in sorted(edits, reverse=True):
+        new = new[:start] + text + new[end:]
+    diff = unified_diff(source.splitlines(), new.splitlines(), name, name, lineterm="")
+    return "\n".join(diff)
+
+
+def _only_call(tree: ast.AST, kind: str) -> ast.Call | None:
+    """The one call of a class; of several, the one in the function that loads training data."""
+    calls = list(_calls(tree, kind))
+    if len(calls) > 1:
+        functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+        training = [each for each in functions if each.name == "train_dataloader"]
+        calls = [call for each in training for call in _calls(each, kind)]
+    return calls[0] if len(calls) == 1 else None
+
+
+def _calls(tree: ast.AST, kind: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func
+            # DataLoader[...](...) has the name below a subscript.
+            function = function.value if isinstance(function, ast.Subscript) else function
+            if getattr(function, "attr", getattr(function, "id", None)) == kind:
+                yield node
+
+
+def _edits(
+    source: str, call: ast.Call, arguments: Mapping[str, Any]
+) -> Iterator[tuple[int, int, str]]:
+    """Replacements in a source, as positions of characters, for arguments of a call."""
+    keywords = {each.arg: each.value for each in call.keywords}
+    fixed = [value for name, value in keywords.items() if name in arguments]
+    # **options may have the argument, too.
+    if None in keywords or not all(isinstance(value, ast.Constant) for value in fixed):
+        return
+    added = []
+    for name, value in arguments.items():
+        if (old := keywords.get(name)) is None:
+            added.append(f"{name}={value!r}")
+        else:
+            yield *_span(source, old), repr(value)
+    if added:
+        ends = [_span(source, each)[1] for each in (*call.args, *keywords.values())]
+        end = max(ends, default=_span(source, call)[1] - 1)
+        yield end, end, (", " if ends else "") + ", ".join(added)
+
+
+def _span(source: str, node: ast.expr) -> tuple[int, int]:
+    """The characters of a node; `ast` counts bytes of lines."""
+    text = source.splitlines(keepends=True)
+
+    def position(line: int, column: int) -> int:
+        before = sum(map(len, text[: line - 1]))
+        return before + len(text[line - 1].encode()[:column].decode())
+
+    end = (node.end_lineno or 0), (node.end_col_offset or 0)
+    return position(node.lineno, node.col_offset), position(*end)

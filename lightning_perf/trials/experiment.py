@@ -1,0 +1,345 @@
+"""Runs a training many times, some batches each, with and without changes, and compares the speed.
+
+Rounds alternate in their order, so that a machine that becomes slower favours no change.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import suppress
+from itertools import count, pairwise
+from math import ceil, inf, log, sqrt
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from lightning_perf.files import walked
+from lightning_perf.trials.process import Outcome, run_trial
+from lightning_perf.trials.proof import FEWEST, MOST, Speedup, same_training, speedup
+from lightning_perf.units import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+#: After two rounds below this ratio a change is measured no more.
+_HOPELESS = 0.9
+#: Batches before those that are timed, and limits of the number of those.
+_WARM_UP, _BATCHES = 10, (10, 5000)
+#: The shares of the time for the first run, and for changes alone, before they are combined.
+_FIRST, _ALONE = 0.25, 0.6
+#: A trial may take so many times as long as the first run, and so many seconds more.
+_SLOWER, _GRACE = 4.0, 60.0
+#: Seeds of further runs as it is, which show by how much losses differ by chance.
+_SEEDS = (1, 2)
+#: Levels and files of the working folder in which files that the script writes are searched.
+_LEVELS, _MOST_FILES = 6, 50_000
+#: Folders that have none of them.
+_APART = (".git", "__pycache__", "node_modules")
+
+
+class TrialsFailed(Exception):
+    """There is nothing to compare; the message says why."""
+
+
+class Candidate(NamedTuple):
+    """A change as a trial has described it; the fields are those of `changes.Change`."""
+
+    kind: str
+    value: Any
+    name: str
+    group: str
+    exact: bool
+    keeps: list[str]
+    predicted: float | None
+    trainer: dict[str, Any]
+    loader: dict[str, Any]
+    code: str
+    #: Paths in LightningCLI's configuration, with values.
+    yaml: list[list[Any]]
+
+
+class Setting(NamedTuple):
+    """What is run: changes, what trials do besides training, and the seed."""
+
+    changes: tuple[Candidate, ...] = ()
+    keeps: tuple[str, ...] = ()
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The changes in few words."""
+        return " + ".join(each.name for each in self.changes) or "as it is"
+
+    @property
+    def groups(self) -> set[str]:
+        """The groups of the changes."""
+        return {each.group for each in self.changes}
+
+
+class Row(NamedTuple):
+    """What was found out about a setting, compared with the training as it is."""
+
+    setting: Setting
+    #: None if it was not measured.
+    speedup: Speedup | None = None
+    #: As `same_training` says.
+    same: str = "unknown"
+    #: Why there is no speed-up.
+    failure: str | None = None
+    #: Bytes, before and after.
+    memory: tuple[int, ...] = ()
+    #: Seconds that the start takes longer.
+    startup: float = 0.0
+
+    @property
+    def predicted(self) -> float | None:
+        """The speed-up that the diagnosis promises for a change alone."""
+        return self.setting.changes[0].predicted if len(self.setting.changes) == 1 else None
+
+    @property
+    def better(self) -> bool:
+        """Whether it is certainly faster."""
+        return self.speedup is not None and self.speedup.better
+
+    @property
+    def helps(self) -> bool:
+        """Whether it is worth writing down: certainly faster, and harmless."""
+        return self.better and self.same.startswith(("equal", "alike"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        measured = None if self.speedup is None else self.speedup._asdict()
+        if measured and measured["high"] == inf:
+            measured = {"ratio": measured["ratio"], "rounds": measured["rounds"]}
+        own = {"setting": self.setting.name, "speedup": measured}
+        return self._asdict() | own | {"predicted": self.predicted, "helps": self.helps}
+
+
+class Experiment:
+    """Trials of a command.
+
+    Args:
+        command: The program and its arguments.
+        minutes: The time for all trials.
+        seconds: Of timed batches per trial.
+        only: Groups of changes; empty for all.
+        tell: Receives a line about each trial.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        minutes: float,
+        seconds: float,
+        only: Sequence[str],
+        tell: Callable[[str], object],
+    ) -> None:
+        self.command, self.only, self.tell = list(command), list(only), tell
+        self._seconds, self._end = seconds, monotonic() + 60 * minutes
+        self._shared = Path(tempfile.mkdtemp(prefix="lp-"))  # short: sockets are below it
+        (self._shared / "tmp").mkdir()
+        #: Batches of a trial; None for the first run. Seconds until one is ended.
+        self.batches: int | None = None
+        self.allowed = 60 * minutes * _FIRST + _GRACE
+        #: Trials so far, and rounds.
+        self.count = self._round = 0
+        # The outcome of each trial, with its round.
+        self._outcomes: list[tuple[int, Setting, Outcome]] = []
+        self.first: Outcome
+        #: Files that the command wrote by itself.
+        self.written: list[str] = []
+        #: Changes for which there was no time.
+        self.not_tried: list[Candidate] = []
+
+    def close(self) -> None:
+        """Delete what trials have written."""
+        shutil.rmtree(self._shared, ignore_errors=True)
+
+    def results(self) -> tuple[list[Row], Row | None]:
+        """Try all; returns the changes alone, and the best set of them.
+
+        Raises:
+            TrialsFailed: The training itself does not run.
+        """
+        settings = [Setting((each,), tuple(each.keeps)) for each in self.start()]
+        # What can be combined needs some time afterwards.
+        share = _ALONE if len({group for each in settings for group in each.groups}) > 1 else 1.0
+        left = share * (self._end - monotonic())
+        end, most = monotonic() + left, int(left / (FEWEST * max(self.first.wall_seconds, 1e-3)))
+        # As many at once as there is time for; then those that are left, if others were settled.
+        tried: list[Setting] = []
+        while len(tried) < len(settings) and monotonic() + self.first.wall_seconds < end:
+            some = settings[len(tried) :][: max(most - 1, 1)]
+            self._race(Setting(), some, until=end)
+            tried += some
+        self.not_tried = [change for each in settings[len(tried) :] for change in each.changes]
+        settings = tried
+        if not any(row.better for row in map(self._row, settings)):  # nothing to combine
+            self._race(Setting(), settings, self._end)
+        helping = sorted(
+            (row for row in self._rows(settings) if row.helps and row.speedup),
+            key=lambda row: row.speedup.ratio if row.speedup else 0.0, reverse=True,
+        )  # fmt: skip
+        return self._rows(settings), self._combined(helping)
+
+    def start(self) -> list[Candidate]:
+        """Run the training as it is, with a diagnosis; returns what to try.
+
+        Raises:
+            TrialsFailed: It fails, or is too short.
+        """
+        began, before = monotonic(), _files(Path())
+        self.first = self.run(Setting(keeps=("checkpoint", "validation")))
+        self.written = sorted(name for name, _ in _files(Path()) - before)
+        if self.first.error is not None:
+            raise TrialsFailed(f"the training fails before any change: {self.first.error}")
+        result, (least, most) = self.first.result, _BATCHES
+        timed, epoch = result["timed"], result.get("epoch")
+        if timed < least:
+            raise TrialsFailed(
+                f"the training has {timed} batches after {_WARM_UP} of warm-up; trials need {least}"
+            )
+        batches = min(max(ceil(self._seconds / result["median"]), least), most)
+        if epoch and epoch <= batches:
+            batches = ceil(batches / epoch) * epoch
+        if monotonic() - began < self._seconds:  # it ended by itself
+            batches = min(batches, timed)
+        self.batches = batches
+        self.allowed = _SLOWER * self.first.wall_seconds + _GRACE
+        return [Candidate(**each) for each in result["candidates"]]
+
+    def run(self, setting: Setting) -> Outcome:
+        """Run one trial."""
+        self.count += 1
+        longest = max((self._end - monotonic()) * _FIRST, 2 * self._seconds)
+        spec = {
+            "changes": [[each.kind, each.value] for each in setting.changes],
+            "keeps": setting.keeps, "warm_up": _WARM_UP, "batches": self.batches,
+            "seconds": self._seconds, "most_seconds": longest, "seed": setting.seed,
+            "only": self.only,
+        }  # fmt: skip
+        folder = self._shared / str(self.count)
+        return run_trial(self.command, self._shared, folder, spec, self.allowed)
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    def _race(
+        self, reference: Setting, settings: Sequence[Setting], until: float, *also: Setting
+    ) -> None:
+        """Measure settings beside a reference, until all are settled or the time is up."""
+        for number in count():
+            left = [each for each in settings if not self._is_settled(each, reference)]
+            if not left:
+                return
+            kept = {each.keeps for each in left}
+            order = [*(reference._replace(keeps=keeps) for keeps in sorted(kept)), *also, *left]
+            self._round += 1
+            for setting in reversed(order) if number % 2 else order:
+                if monotonic() + self.first.wall_seconds > until:
+                    return
+                self._measure(setting)
+
+    def _measure(self, setting: Setting) -> None:
+        outcome = self.run(setting)
+        self._outcomes.append((self._round, setting, outcome))
+        text = outcome.error or f"{duration(outcome.per_batch)} per batch"
+        self.tell(f"trial {self.count}: {setting.name}: {text}")
+
+    def _is_settled(self, setting: Setting, reference: Setting) -> bool:
+        """Whether a comparison has its answer."""
+        logs = self._logs(setting, reference)
+        if self._failure(setting) or (len(logs) > 1 and max(logs) < log(_HOPELESS)):
+            return True
+        found = self._speedup(setting, reference)
+        return found is not None and (found.settled or found.rounds >= MOST)
+
+    def _combined(self, helping: Sequence[Row]) -> Row | None:
+        """Add one change after the other to the best one, if the sum is faster."""
+        best = helping[0] if helping else None
+        for row in helping[1:]:
+            assert best is not None  # the first one
+            if row.setting.groups & best.setting.groups:
+                continue
+            keeps = tuple(sorted({*best.setting.keeps, *row.setting.keeps}))
+            both = Setting((*best.setting.changes, *row.setting.changes), keeps)
+            # As it is in each round, too: the sum is measured, not multiplied.
+            self._race(best.setting, [both], self._end, Setting(keeps=keeps))
+            added = self._speedup(both, best.setting)
+            (found,) = self._rows([both])
+            if added is not None and added.better and found.helps:
+                best = found
+        return best
+
+    # -- results ----------------------------------------------------------------------------------
+
+    def _of(self, setting: Setting) -> dict[int, Outcome]:
+        """The outcomes of a setting that have not failed, by round."""
+        return {n: each for n, one, each in self._outcomes if one == setting and not each.error}
+
+    def _failure(self, setting: Setting) -> str | None:
+        """Why a setting has failed; one failure is enough."""
+        errors = (each.error for _, one, each in self._outcomes if one == setting)
+        return next(filter(None, errors), None)
+
+    def _logs(self, setting: Setting, reference: Setting) -> list[float]:
+        """The logarithm of the ratio of both times in each round that has both."""
+        ours, theirs = self._of(setting), self._of(reference._replace(keeps=setting.keeps))
+        common = sorted(ours.keys() & theirs.keys())
+        return [log(theirs[n].per_sample / ours[n].per_sample) for n in common]
+
+    def _speedup(self, setting: Setting, reference: Setting) -> Speedup | None:
+        """How many times as fast a setting is as the reference; None if that is unknown."""
+        logs = self._logs(setting, reference)
+        if not logs:
+            return None
+        # Between neighbouring rounds, as it is. Not a bootstrap of the batches of a trial: several
+        # workers deliver them in bursts, which are no noise.
+        usual = [
+            log(one.per_sample / other.per_sample) ** 2
+            for one, other in pairwise(self._of(Setting(keeps=setting.keeps)).values())
+        ]
+        return speedup(logs, sqrt(np.mean(usual)) if usual else 0.0)
+
+    def _rows(self, settings: Sequence[Setting]) -> list[Row]:
+        """The rows of settings; what may be alike is compared with runs of other seeds."""
+        rows = [self._row(each) for each in settings]
+        if any(row.better and row.same.startswith("unknown (") for row in rows):
+            for seed in _SEEDS:
+                if not self._of(Setting(seed=seed)):
+                    self._measure(Setting(seed=seed))
+            rows = [self._row(each) for each in settings]
+        return rows
+
+    def _row(self, setting: Setting) -> Row:
+        ours = list(self._of(setting).values())
+        theirs = list(self._of(Setting(keeps=setting.keeps)).values())
+        failure = self._failure(setting)
+        if failure or not (ours and theirs):
+            return Row(setting, failure=failure or "there was no time")
+        starts = [np.mean([x.result["startup"] or 0.0 for x in some]) for some in (theirs, ours)]
+        seeded = [x.result for seed in _SEEDS for x in self._of(Setting(seed=seed)).values()]
+        same = same_training(
+            ours[0].result, [x.result for x in theirs], seeded,
+            all(each.exact for each in setting.changes), str(self.first.result.get("dataset")),
+        )  # fmt: skip
+        return Row(
+            setting, self._speedup(setting, Setting()), same, None,
+            tuple(max(x.memory for x in some) for some in (theirs, ours)),
+            float(starts[1] - starts[0]),
+        )  # fmt: skip
+
+
+def _files(folder: Path) -> set[tuple[str, tuple[int, int]]]:
+    """The files below a folder, of the first levels, with their sizes and times."""
+    found: set[tuple[str, tuple[int, int]]] = set()
+    for path, names in walked(folder, _LEVELS, lambda name: name not in _APART):
+        for name in names:
+            with suppress(OSError):
+                stat = (path / name).lstat()
+                found.add((str(path / name), (stat.st_size, stat.st_mtime_ns)))
+        if len(found) > _MOST_FILES:
+            break
+    return found

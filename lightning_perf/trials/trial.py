@@ -1,0 +1,439 @@
+"""What runs inside the process of a trial: one change, some batches, and nothing left behind.
+
+``lightning-perf try`` starts the user's command with an environment variable, and Lightning asks
+our entry point for callbacks when it constructs a Trainer. From then on the first ``Trainer.fit``
+of the process is the trial: loggers and checkpoints are moved to a temporary folder, the changes
+are made, and after enough batches the result is written and the process ends, so that no later line
+of the script runs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import sys
+import time
+from contextlib import suppress
+from functools import partial, wraps
+from hashlib import blake2b
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_perf.cgroup import usable_cpus
+from lightning_perf.errors import describe
+from lightning_perf.files import finite, read_json, write_text
+from lightning_perf.flops.batch import tensors
+from lightning_perf.run.compat import PassThroughProfiler, callback_class, loader_batch_size
+from lightning_perf.run.context import current_run
+from lightning_perf.tracking.summary import text_of
+from lightning_perf.trials import compat
+from lightning_perf.trials.changes import Seen, change_of, proposals
+from lightning_perf.trials.process import RESULT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from lightning.pytorch import Callback
+
+    from lightning_perf.diagnosis import Verdict
+else:
+    Callback = callback_class()
+
+#: Bytes of a tensor that are compared, and losses of a trial.
+_COMPARED, _LOSSES = 1 << 16, 200
+#: Weights that are saved, so that all trials begin with the same ones, have at most so many bytes.
+_MOST_WEIGHTS = 2e9
+#: Items that are read again, to learn whether they are random, and the seconds for it.
+_ITEMS, _ITEM_SECONDS = 4, 10.0
+#: Seconds for other ranks, until the parent ends them.
+_OTHER_RANKS = 60.0
+
+
+class Spec(NamedTuple):
+    """What a trial does."""
+
+    #: For this trial alone, with its result; and for what all of them share, the first weights.
+    folder: str
+    shared: str
+    #: Kinds and values of changes.
+    changes: list[list[Any]]
+    #: What it does besides training, of ``validation`` and ``checkpoint``.
+    keeps: list[str]
+    #: Batches before those that are timed, which are also those that are compared.
+    warm_up: int
+    #: Batches that are timed; None for the first run, which also diagnoses.
+    batches: int | None
+    #: Of the first run: at least so many batches and seconds, and at most so many seconds.
+    least: int = 60
+    seconds: float = 10.0
+    most_seconds: float = 180.0
+    #: Of the random numbers from the first batch on.
+    seed: int = 0
+    #: Groups of changes that may be proposed; empty for all.
+    only: tuple[str, ...] = ()
+
+
+def joined(file: str) -> Trial:
+    """The trial of this process."""
+    trial = Trial(Spec(**read_json(Path(file))))
+    trial.attach()
+    return trial
+
+
+class Trial(Callback):
+    """Measures the first fit of a process, and ends the process.
+
+    Args:
+        spec: What to do.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.changes = [change_of(kind, value) for kind, value in spec.changes]
+        self._folder = Path(spec.folder)
+        self._notes: list[str] = []
+        # Trainers whose outputs are moved, by their ids.
+        self._isolated: set[int] = set()
+        self._fits = self._loads = False
+        self._loader: Any = None
+        self._began = self._last = 0.0
+        self._startup: float | None = None
+        self._seconds: list[float] = []
+        self._losses: list[Tensor] = []
+        self._batches: list[str] = []
+        self._samples: list[str] = []
+        self._done = 0
+        #: The first run's own callback, which diagnoses.
+        self.suite: Any = None
+
+    @property
+    def diagnoses(self) -> bool:
+        """Whether this is the first run, whose verdicts decide what is tried."""
+        return self.spec.batches is None
+
+    # -- the Trainer ------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Wrap the functions of Lightning's Trainers, of both packages."""
+        for package in compat.packages():
+            for name in ("fit", "validate", "test", "predict"):
+                original = getattr(package.Trainer, name)
+                setattr(package.Trainer, name, self._around(original, name == "fit"))
+
+    def _around(self, original: Callable[..., Any], fits: bool) -> Callable[..., Any]:
+        @wraps(original)
+        def call(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._isolate(trainer)
+            if fits and not self._fits and not compat.is_tuning(trainer):
+                self._fit(partial(original, trainer), trainer, *args, **kwargs)
+            return original(trainer, *args, **kwargs)
+
+        return call
+
+    def _fit(self, fit: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """The fit that is tried: the process ends with it."""
+        self._fits = True
+        if "model" in kwargs:
+            args = (kwargs.pop("model"), *args)
+        try:
+            fit(self._prepare(trainer, args[0]), *args[1:], **kwargs)
+        except BaseException as error:  # also SystemExit, which ends a script
+            self._end(trainer, error)
+        self._end(trainer)
+
+    def _isolate(self, trainer: Any) -> None:
+        """Move what a Trainer writes to the trial's folder; before it is set up."""
+        if id(trainer) in self._isolated:
+            return
+        self._isolated.add(id(trainer))
+        compat.move_root(trainer, self._folder)
+        moved = [compat.moved_logger(each, self._folder) for each in trainer.loggers]
+        for logger, other in zip(trainer.loggers, moved, strict=True):
+            if isinstance(other, compat.Discarded):
+                self._note(f"{type(logger).__name__} writes nothing in trials")
+        trainer.loggers = moved
+        if type(trainer.profiler).__name__ != PassThroughProfiler.__name__:
+            self._note(f"{type(trainer.profiler).__name__} is off in trials")
+            trainer.profiler = PassThroughProfiler()
+        strategy = trainer.strategy
+        strategy.save_checkpoint = partial(self._save, strategy)
+        strategy.remove_checkpoint = partial(self._remove, strategy)
+        self._reduce(trainer)
+
+    def _save(self, strategy: Any, checkpoint: Any, filepath: Any, *args: Any, **opts: Any) -> None:
+        file = Path(filepath)
+        if self._folder not in file.parents:
+            file = self._folder / file.name
+        type(strategy).save_checkpoint(strategy, checkpoint, file, *args, **opts)
+
+    def _remove(self, strategy: Any, filepath: Any) -> None:
+        if self._folder in Path(filepath).parents:
+            type(strategy).remove_checkpoint(strategy, filepath)
+
+    def _reduce(self, trainer: Any) -> None:
+        """Take away callbacks that write files, or read what a trial does not have."""
+        trainer.callbacks = [each for each in trainer.callbacks if self._stays(each)]
+
+    def _stays(self, callback: Any) -> bool:
+        keeps, kind = self.spec.keeps, type(callback)
+        if callback in (self, self.suite):
+            return True
+        if compat.is_a(callback, "ModelCheckpoint"):
+            callback.dirpath = None  # below the Trainer's folder
+            return self.diagnoses or "checkpoint" in keeps
+        if compat.is_a(callback, "EarlyStopping"):
+            return self.diagnoses or "validation" in keeps
+        if compat.is_a(callback, "Checkpoint"):
+            self._note(f"{kind.__name__} is off in trials")
+            return False
+        return not kind.__module__.startswith("lightning_perf.")
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.append(text)
+
+    # -- the fit ----------------------------------------------------------------------------------
+
+    def _prepare(self, trainer: Any, model: Any) -> Any:
+        """Make the changes, and give all trials the same weights and random numbers."""
+        trainer.num_sanity_val_steps = 0
+        if not self.diagnoses and "validation" not in self.spec.keeps:
+            trainer.limit_val_batches = 0
+        loop, strategy = trainer.fit_loop, trainer.strategy
+        loop.setup_data = partial(self._set_up_data, loop)
+        strategy.process_dataloader = partial(self._process_loader, strategy)
+        strategy.batch_to_device = partial(self._transfer, strategy)
+        with suppress(Exception):  # such as weights that do not exist yet
+            self._share_weights(trainer, getattr(model, "_orig_mod", model))
+        for change in self.changes:
+            model = change.apply(trainer, model)
+        seed_all(self.spec.seed)
+        self._began = perf_counter()
+        return model
+
+    def _share_weights(self, trainer: Any, module: Any) -> None:
+        """Begin with the weights of the first trial: not all scripts seed them."""
+        file = Path(self.spec.shared) / "weights.pt"
+        if file.exists():
+            module.load_state_dict(torch.load(file, weights_only=True))
+            return
+        weights = module.state_dict()
+        if (
+            trainer.global_rank == 0
+            and sum(each.nbytes for each in weights.values()) < _MOST_WEIGHTS
+        ):
+            torch.save(weights, file)
+
+    def _set_up_data(self, loop: Any) -> None:
+        self._loads = True  # those of validation are set up elsewhere
+        try:
+            type(loop).setup_data(loop)
+        finally:
+            self._loads = False
+
+    def _process_loader(self, strategy: Any, loader: Any) -> Any:
+        if self._loads:
+            arguments = {key: value for each in self.changes for key, value in each.loader.items()}
+            if arguments:
+                compat.change_loader(loader, arguments)
+            if self._loader is None:
+                self._record_samples(getattr(loader, "batch_sampler", None))
+            self._loader = loader
+        return type(strategy).process_dataloader(strategy, loader)
+
+    def _record_samples(self, sampler: Any) -> None:
+        """Record which samples the first batches have, whatever the dataset makes of them."""
+        kind: Any = type(sampler)
+        original = getattr(kind, "__iter__", None)
+        if original is None:
+            return
+
+        def recorded(each: Any) -> Any:
+            for samples in original(each):
+                if each is sampler and len(self._samples) < self.spec.warm_up:
+                    self._samples.append(repr(samples))
+                yield samples
+
+        kind.__iter__ = recorded
+
+    def _transfer(self, strategy: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        # Before the transfer, so that the device is not waited for.
+        if self._startup is None and strategy.lightning_module.trainer.training:
+            self._batches.append(digest(batch))
+        return type(strategy).batch_to_device(strategy, batch, *args, **options)
+
+    # -- hooks ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The module's own callbacks are attached now."""
+        self._reduce(trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the changes that need the optimizers."""
+        for config in trainer.lr_scheduler_configs:
+            config.strict = False  # it may monitor what validation logs
+        for change in self.changes:
+            change.begin(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Time the batch; end the process after the last one."""
+        self._done += 1
+        spec, timed = self.spec, self._done - self.spec.warm_up
+        if timed == 0 or timed == spec.batches:
+            synchronize(trainer)
+        now = perf_counter()
+        if timed > 0:
+            self._seconds.append(now - self._last)
+        if timed == 0:
+            self._startup = now - self._began
+        self._last = now
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and len(self._losses) < _LOSSES:
+            self._losses.append(loss.detach())  # read at the end: no batch waits for it
+        if spec.batches is None:
+            elapsed = now - self._began
+            enough = timed >= spec.least and elapsed >= spec.seconds
+            if enough or elapsed >= spec.most_seconds:
+                self._end(trainer)
+        elif timed >= spec.batches:
+            self._end(trainer)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _end(self, trainer: Any, error: BaseException | None = None) -> NoReturn:
+        """Write the result, on rank 0 or where it failed, and end the process at once."""
+        file = self._folder / RESULT
+        try:
+            if error is None and trainer.global_rank:
+                time.sleep(_OTHER_RANKS)
+            elif not file.exists():
+                content = (
+                    {"error": describe(error).partition("\n")[0]}
+                    if error
+                    else self._result(trainer)
+                )
+                write_text(file, text_of(content))
+        except BaseException as failure:
+            write_text(file, text_of({"error": describe(failure)}))
+        finally:
+            for child in multiprocessing.active_children():
+                child.kill()
+                child.join()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):
+                    stream.flush()
+            os._exit(error is not None)
+
+    def _result(self, trainer: Any) -> Mapping[str, Any]:
+        cuda = trainer.strategy.root_device.type == "cuda"
+        epoch = trainer.num_training_batches
+        content: dict[str, Any] = {
+            "seconds": sum(self._seconds),
+            "timed": len(self._seconds),
+            "median": float(np.median(self._seconds)) if self._seconds else None,
+            "startup": self._startup,
+            "losses": [repr(float(loss)) for loss in self._losses],
+            "batches": self._batches,
+            "samples": self._samples[: self.spec.warm_up],
+            "memory": torch.cuda.max_memory_allocated() if cuda else None,
+            "batch_size": loader_batch_size(self._loader),
+            "epoch": int(epoch) if np.isfinite(epoch) else None,
+            "world_size": trainer.world_size,
+            "notes": self._notes,
+        }
+        content |= self._proposed(trainer) if self.diagnoses else {}
+        return {name: finite(value) for name, value in content.items()}
+
+    def _proposed(self, trainer: Any) -> dict[str, Any]:
+        """What the diagnosis of the first run suggests to try."""
+        members: list[Any] = []
+        if (run := current_run(trainer)) is not None:
+            members = list(run.members)
+            run.leave("teardown")
+        verdicts: list[Verdict] = next(
+            (each.verdicts for each in members if hasattr(each, "verdicts")), []
+        )
+        loader = self._loader if isinstance(self._loader, torch.utils.data.DataLoader) else None
+        seen = Seen(
+            trainer, trainer.lightning_module, loader,
+            {verdict.code: verdict for verdict in reversed(verdicts)}, usable_cpus(),
+        )  # fmt: skip
+        config = compat.command_line_config(trainer)
+        candidates = []
+        for change in proposals(seen, tuple(self.spec.only)):
+            arguments: dict[tuple[str, ...], Any] = {}
+            arguments |= {("trainer", key): value for key, value in change.trainer.items()}
+            for key, value in change.loader.items():
+                arguments |= dict.fromkeys(compat.paths_of(config, key), value)
+            candidates.append({
+                "kind": type(change).__name__, "value": change.value, "name": change.name,
+                "group": change.group, "exact": change.exact, "keeps": list(change.keeps),
+                "predicted": change.predicted(seen), "trainer": change.trainer,
+                "loader": change.loader, "code": change.code,
+                "yaml": [[list(path), value] for path, value in arguments.items()],
+            })  # fmt: skip
+        return {
+            "verdicts": [verdict.as_dict() for verdict in verdicts],
+            "candidates": candidates,
+            "dataset": kind_of_items(loader),
+            "command_line": bool(config),
+        }
+
+
+def synchronize(trainer: Any) -> None:
+    """Wait for a GPU, whose work the host's clock does not see otherwise."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def digest(batch: Any) -> str:
+    """A short text that differs between batches, of up to 64 KB of each tensor."""
+    found = blake2b(digest_size=8)
+    for _, each in tensors(batch, seen=set()):
+        with suppress(Exception):  # such as a sparse one
+            flat = torch.as_tensor(each).detach().reshape(-1)
+            step = max(flat.nbytes // _COMPARED, 1)
+            found.update(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def kind_of_items(loader: Any) -> str:
+    """How a DataLoader makes items and batches: ``fixed``, ``random``, ``stateful`` or ``unknown``.
+
+    What draws random numbers differs in a worker, which has its own, and still is the same
+    training. What depends on the items that were read before is not.
+    """
+    try:
+        count = min(len(loader.dataset), _ITEMS)
+        end, result = monotonic() + _ITEM_SECONDS, "fixed"
+        for number in range(count):
+            first, again, other = (_item(loader, number, seed) for seed in (0, 0, 1))
+            if first != again:
+                return "stateful"
+            if first != other:
+                result = "random"
+            if monotonic() > end:
+                break
+        return result if count else "unknown"
+    except Exception:  # such as an iterable dataset, or keys instead of numbers
+        return "unknown"
+
+
+def _item(loader: Any, number: int, seed: int) -> str:
+    seed_all(seed)
+    return digest(loader.collate_fn([loader.dataset[number]]))
+
+
+def seed_all(seed: int) -> None:
+    """Seed what datasets and modules draw from."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,0 +1,224 @@
+"""Speed-ups with their intervals, what makes trainings equal, and what to write."""
+
+from __future__ import annotations
+
+from math import inf, log
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from lightning_perf.trials.advice import as_yaml, lines, patch
+from lightning_perf.trials.experiment import Candidate, Experiment, Setting
+from lightning_perf.trials.process import Outcome
+from lightning_perf.trials.proof import MOST, same_training, speedup
+
+
+def candidate(kind: str = "Workers", **fields: Any) -> Candidate:
+    defaults = {
+        "value": 2, "name": kind, "group": kind, "exact": True, "keeps": [], "predicted": None,
+        "trainer": {}, "loader": {}, "code": "", "yaml": [],
+    }  # fmt: skip
+    return Candidate(kind=kind, **(defaults | fields))
+
+
+def test_few_rounds_have_no_interval() -> None:
+    found = speedup([log(2), log(2)], noise=0.0)
+    assert (found.ratio, found.low, found.high) == (pytest.approx(2), 0.0, inf)
+    assert not found.settled
+
+
+def test_rounds_that_agree_by_chance_are_as_noisy_as_all() -> None:
+    assert not speedup([0.05, 0.05, 0.05], noise=0.05).better
+    assert speedup([0.7, 0.7, 0.7], noise=0.05).better
+
+
+class Simulated(Experiment):
+    """Trials whose times are drawn: each change has a speed-up, and all have noise."""
+
+    def __init__(self, seed: int, noise: float, speedups: dict[str, float]) -> None:
+        super().__init__(["true"], 1000, 1, [], lambda _: None)
+        self.close()
+        self.random, self.noise, self.speedups = np.random.default_rng(seed), noise, speedups
+        self.first = outcome(1.0)
+        self.first.result["dataset"] = "fixed"  # type: ignore[index]
+
+    def start(self) -> list[Candidate]:
+        return [candidate(name) for name in self.speedups]
+
+    def run(self, setting: Setting) -> Outcome:
+        # Waiting for data that one change has removed is not removed by another one.
+        gains = [self.speedups[each.name] for each in setting.changes if "/" not in each.name]
+        gains += [max([self.speedups[e.name] for e in setting.changes if "/" in e.name], default=1)]
+        if "fails" in {each.name for each in setting.changes}:
+            return Outcome({}, "out of memory", 1.0, 0)
+        return outcome(np.exp(self.random.normal(0, self.noise)) / np.prod(gains))
+
+
+def outcome(seconds: float) -> Outcome:
+    result = {
+        "seconds": 20 * seconds, "timed": 20, "batch_size": 4, "startup": 1.0,
+        "losses": ["0.1", "0.2"], "batches": ["a", "b"], "samples": ["1", "2"], "memory": 100,
+    }  # fmt: skip
+    return Outcome(result, None, 0.001, 0)
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.05, 0.3])
+def test_changes_that_change_nothing_do_not_help(noise: float) -> None:
+    """Of 200 at each level of noise, at most one has an interval above 1.02."""
+    found = [Simulated(seed, noise, {"a": 1.0, "b": 1.0}).results() for seed in range(100)]
+    assert sum(row.helps for rows, _ in found for row in rows) <= 1
+    assert sum(best is not None for _, best in found) <= 1
+
+
+def test_changes_that_help_are_found_and_combined() -> None:
+    """The sum is measured: two ways to remove one cause are not both kept."""
+    given = {"one/cause": 1.5, "same/cause": 1.45, "another": 1.2, "nothing": 1.0, "slower": 0.5}
+    rows, best = Simulated(0, 0.01, given | {"fails": 2.0}).results()
+    assert [row.setting.name for row in rows if row.helps] == ["one/cause", "same/cause", "another"]
+    assert best is not None
+    assert best.setting.name == "one/cause + another"
+    assert best.speedup is not None
+    assert best.speedup.ratio == pytest.approx(1.8, rel=0.1)
+    by_name = {row.setting.name: row for row in rows}
+    assert by_name["fails"].failure == "out of memory"
+    slower, unclear = by_name["slower"].speedup, by_name["nothing"].speedup
+    assert slower is not None
+    assert slower.rounds == 2  # no more time for it
+    assert unclear is not None
+    assert 3 <= unclear.rounds <= MOST
+
+
+def test_times_are_compared_per_sample() -> None:
+    larger = outcome(1.5)
+    larger.result["batch_size"] = 8  # type: ignore[index]
+    assert larger.per_sample < outcome(1.0).per_sample
+
+
+def result(losses: list[float], batches: str = "abcd", samples: str = "1234") -> dict[str, Any]:
+    return {
+        "losses": [repr(each) for each in losses], "batches": [*batches], "samples": [*samples],
+        "batch_size": 4, "epoch": None,
+    }  # fmt: skip
+
+
+BASE = [0.4, 0.3, 0.2, 0.1]
+SEEDED = [result([0.4, 0.4, 0.3, 0.15]), result([0.4, 0.4, 0.1, 0.1])]
+
+
+@pytest.mark.parametrize(
+    ("ours", "exact", "dataset", "expected"),
+    [
+        (result(BASE), True, "fixed", "equal"),
+        (result(BASE, samples="1243"), True, "fixed", "not equal: batch 2 has other samples"),
+        (result(BASE, batches="abxd"), True, "fixed", "not equal: batch 2 differs"),
+        (result(BASE, batches="abxd"), True, "stateful", "not equal: batch 2 differs"),
+        (result(BASE, batches="abxd"), True, "random",
+         "alike (the dataset draws random numbers, in each process)"),
+        (result([0.4, 0.3, 0.2, 0.11]), True, "fixed", "not equal: the loss of batch 3 differs"),
+        (result([0.4, 0.3, 0.2, 0.11]), False, "fixed", "alike (rounding)"),
+        (result([0.4, 0.3, 0.8, 0.9]), False, "fixed",
+         "not equal: losses differ by more than those of other seeds (rounding)"),
+        (result([0.4, 0.3, 0.2, float("nan")]), False, "fixed",
+         "not equal: losses differ by more than those of other seeds (rounding)"),
+    ],
+)  # fmt: skip
+def test_what_is_the_same_training(
+    ours: dict[str, Any], exact: bool, dataset: str, expected: str
+) -> None:
+    assert same_training(ours, [result(BASE)] * 2, SEEDED, exact, dataset) == expected
+
+
+def test_a_training_that_never_repeats_is_compared_by_its_losses() -> None:
+    again = result([0.4, 0.3, 0.2, 0.12])
+    found = same_training(result([0.4, 0.3, 0.2, 0.13]), [result(BASE), again], SEEDED, True, "")
+    assert found == "alike (two runs as it is differ, too)"
+    assert same_training(result(BASE), [result(BASE), again], [], True, "").startswith("unknown")
+
+
+def test_only_the_first_epoch_is_compared() -> None:
+    """Workers that stay draw the order of later epochs from other random numbers."""
+    base, ours = result(BASE), result(BASE, samples="1243")
+    base["epoch"] = ours["epoch"] = 2
+    assert same_training(ours, [base], [], True, "fixed") == "equal"
+
+
+WORKERS = candidate(loader={"num_workers": 2}, yaml=[[["data", "num_workers"], 2]])
+PRECISION = candidate(
+    "MixedPrecision", trainer={"precision": "bf16-mixed"},
+    yaml=[[["trainer", "precision"], "bf16-mixed"]],
+)  # fmt: skip
+COMPILE = candidate("Compile", code="model = torch.compile(model)")
+
+
+def test_lines_to_write() -> None:
+    assert lines([WORKERS, PRECISION, COMPILE]) == [
+        "Trainer(..., precision='bf16-mixed')", "DataLoader(..., num_workers=2)",
+        "model = torch.compile(model)",
+    ]  # fmt: skip
+
+
+def test_yaml_for_the_command_line() -> None:
+    """What has no place in it is a comment."""
+    text = as_yaml([WORKERS, PRECISION, COMPILE])
+    assert yaml.safe_load(text) == {
+        "data": {"num_workers": 2}, "trainer": {"precision": "bf16-mixed"},
+    }  # fmt: skip
+    assert "# In the code: model = torch.compile(model)" in text
+    alone = as_yaml([WORKERS._replace(yaml=[])])
+    assert yaml.safe_load(alone) is None
+    assert "num_workers=2" in alone
+
+
+SCRIPT = '''\
+class Data:
+    """Schön."""
+
+    def train_dataloader(self):
+        return DataLoader(self.data, batch_size=4, num_workers=0,
+                          shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.data)
+
+trainer = L.Trainer(
+    max_epochs=3,
+)
+trainer.fit(Model(), Data())
+'''
+
+
+def changed(source: str, *changes: Candidate) -> list[str]:
+    diff = patch(source, "train.py", changes).splitlines()
+    return [line for line in diff if line[0] in "+-" and line[:3] not in ("+++", "---")]
+
+
+def test_a_patch_sets_literal_arguments() -> None:
+    assert changed(SCRIPT, WORKERS, PRECISION) == [
+        "-        return DataLoader(self.data, batch_size=4, num_workers=0,",
+        "+        return DataLoader(self.data, batch_size=4, num_workers=2,",
+        "-    max_epochs=3,",
+        "+    max_epochs=3, precision='bf16-mixed',",
+    ]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "a = DataLoader(x)\nb = DataLoader(y)\n",
+        "DataLoader(x, num_workers=args.workers)\n",
+        "DataLoader(x, **options)\n",
+        "print(1)\n",
+        "not python at all\n",
+    ],
+)
+def test_a_doubt_gives_no_patch(source: str) -> None:
+    assert patch(source, "train.py", [WORKERS]) == ""
+
+
+def test_a_call_without_arguments_gets_them() -> None:
+    assert changed("t = Trainer()\n", PRECISION)[1] == "+t = Trainer(precision='bf16-mixed')"
+    assert changed("d = DataLoader[int](x)\n", WORKERS)[1] == (
+        "+d = DataLoader[int](x, num_workers=2)"
+    )
