@@ -55,8 +55,8 @@ _POLL = 5.0
 _BATCHES, _LONGER, _BEFORE = 30, 5, 3
 #: Batches whose median counts.
 _HISTORY = 100
-#: Seconds that an abort waits for files and for uploads.
-_FLUSH = 30.0
+#: Seconds that an abort waits for files and for uploads, and between two looks meanwhile.
+_FLUSH, _SHORT = 30.0, 0.05
 #: The folder below the run's; the file whose time asks all ranks for theirs; and the report.
 FOLDER, _ASKED, REPORT = "hang", ".asked", "report.md"
 #: Spans that may take long without a sign of life, besides checkpoints.
@@ -112,7 +112,7 @@ class Watchdog:
             while not self._stop.wait(self._poll) and (run := self._run()) is not None:
                 watch.look(run)
                 if self._abort and watch.reported:
-                    _abort(run)
+                    _abort(run, until=partial(self._goes_on, watch, run))
                 del run
             if (run := self._run()) is not None:
                 watch.clean(run)
@@ -121,6 +121,10 @@ class Watchdog:
         finally:
             self._ready.set()
             stacks.close()
+
+    def _goes_on(self, watch: _Watch, run: Run) -> bool:
+        """Whether a reported hang has ended, or the run has."""
+        return self._stop.is_set() or watch.moved(run)
 
 
 class _Watch:
@@ -162,12 +166,11 @@ class _Watch:
         """Compare with the last look, and report a hang."""
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
-        position = run.stage, run.counters.batch, self._clock.latest
         pause = now - self._moved
         if gap > self._after and gap > self._limit(run):
             self._was_frozen(run, pause)
-        if position != self._position:
-            self._position = position
+        if self.moved(run):
+            self._position = self._now(run)
             self._progress(run, now, pause)
             pause = 0.0
         limit = self._after
@@ -185,6 +188,13 @@ class _Watch:
             self._text = ""
         self._stacks.arm(limit + self._poll)
 
+    def moved(self, run: Run) -> bool:
+        """Whether something has ended since the last look."""
+        return self._now(run) != self._position
+
+    def _now(self, run: Run) -> object:
+        return run.stage, run.counters.batch, self._clock.latest
+
     def _progress(self, run: Run, now: float, pause: float) -> None:
         """Something ended after a pause, which may have been a hang."""
         if any(self._phase):
@@ -200,8 +210,7 @@ class _Watch:
         """End the present hang if training went on; without a report, remove what was written."""
         if time.monotonic() - self._looked > self._after:  # it could not run until now
             self.look(run)
-        position = run.stage, run.counters.batch, self._clock.latest
-        if self._entry is not None and position != self._position:
+        if self._entry is not None and self.moved(run):
             self._went_on(run, time.monotonic() - self._moved)
         if self._written and not self._time_of(run, REPORT):
             for path in self._written:
@@ -471,11 +480,18 @@ def _further(run: Run) -> str:
     return "\n".join(filter(None, texts))
 
 
-def _abort(run: Run) -> None:
-    """End the process so that a scheduler restarts it; the report is on its way."""
+def _abort(run: Run, until: Callable[[], bool]) -> None:
+    """End the process so that a scheduler restarts it, unless the training goes on meanwhile."""
     warn(f"the training is aborted (exit code {ABORTED}), as Hang(action='abort') says.")
     for worker in (run.file_worker, run.worker):
-        worker.drain(_FLUSH)
+        done, deadline = Event(), time.monotonic() + _FLUSH
+        # After what is due now.
+        if worker.submit(done.set, "the abort"):
+            while not (done.wait(_SHORT) or until()) and time.monotonic() < deadline:
+                pass
+    if until():
+        warn("the training goes on, and is not aborted.")
+        return
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

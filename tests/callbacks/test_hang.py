@@ -24,6 +24,7 @@ from helpers.small import RANKS, Records, Small, trainer
 from helpers.users import process_of_another_user
 
 from lightning_perf import ConfigError, Hang
+from lightning_perf.run.context import current_run
 from lightning_perf.system.stacks import PROC, dump_of, stacks_of
 from lightning_perf.tracking.summary import read_summary
 
@@ -211,6 +212,26 @@ def test_abort_ends_the_process_with_its_exit_code(tmp_path: Path) -> None:
         assert process.exitcode == 75
     assert "in forward" in reported(tmp_path)
     assert [*tmp_path.glob("*/report.html")]
+
+
+@pytest.mark.slow
+def test_a_training_that_goes_on_is_not_aborted(tmp_path: Path) -> None:
+    """An abort waits for files: what goes on meanwhile ends as it would without it."""
+
+    def wait() -> None:
+        run.file_worker.submit(partial(time.sleep, 6.0), "a slow file")
+        time.sleep(3.0)
+
+    class Waits(Hangs):
+        def on_train_start(self) -> None:
+            nonlocal run
+            run = current_run(self.trainer)
+
+    run: Any = None
+    with training(tmp_path, Waits(wait), action="abort") as process:
+        process.join()
+        assert process.exitcode == 0
+    assert "goes on, and is not aborted" in (tmp_path / "output").read_text()
 
 
 @pytest.mark.slow
