@@ -255,16 +255,19 @@ def _find(address: str) -> tuple[Any, str, Any]:
 
 
 def _holders(function: Any) -> list[str]:
-    """What else than modules has a function, as far as calls may come from there."""
-    kinds = (dict, list, tuple, partial, staticmethod, CellType, nn.Module)
-    holders = (each for each in gc.get_referrers(function) if isinstance(each, kinds))
-    return sorted(
-        {
-            type(each).__name__
-            for each in holders
-            if not (isinstance(each, dict) and "__spec__" in each)  # the names in a module
-        }
-    )
+    """What else than modules has a function, as far as calls probably come from there."""
+    found: set[str] = set()
+    for each in gc.get_referrers(function):
+        if isinstance(each, dict):  # but the names in a module, and keys
+            # Not in a generator, which would be one more that has the function.
+            calls = "__spec__" not in each and id(function) in map(id, each.values())
+        elif isinstance(each, tuple):  # of default arguments
+            calls = any(isinstance(owner, FunctionType) for owner in gc.get_referrers(each))
+        else:
+            calls = isinstance(each, partial | staticmethod | CellType | nn.Module)
+        if calls:
+            found.add(type(each).__name__)
+    return sorted(found)
 
 
 def _is_light(kernel: str) -> bool:

@@ -638,8 +638,8 @@ def test_methods_and_decorated_functions(monkeypatch: pytest.MonkeyPatch, name: 
     monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
     target, call = CALLS[name]
     target = target or renamed
-    before = dict(vars(Layer)), renamed
     flop_formula(target, lambda *_, out: PRODUCT)
+    before = dict(vars(Layer)), renamed
     x, weight = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
     bound = getattr(call, "__name__", "__call__")
     step = call if not hasattr(call, "__self__") else lambda *a: getattr(call.__self__, bound)(*a)
