@@ -116,6 +116,12 @@ def is_registered_composite(operator: Any) -> bool:
     return tensors and _registered(operator, "CompositeImplicitAutograd")
 
 
+def is_only_composite(operator: Any) -> bool:
+    """Whether an operator is composed of others on every device, so that no mode sees it."""
+    devices = ("CPU", "CUDA", "MPS", "XPU", "HPU", "MTIA", "PrivateUse1")
+    return is_registered_composite(operator) and not any(_registered(operator, d) for d in devices)
+
+
 def parts_of(operator: Any, tensors: Sequence[Tensor]) -> Callable[..., Any] | None:
     """Return what runs the parts of a composite operator; None if it runs as a whole.
 

@@ -7,23 +7,30 @@ was counted is then a lower bound.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from math import inf
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_perf.errors import ConfigError
+from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.flops.attention import Attention, Work
 from lightning_perf.flops.batch import tensors
-from lightning_perf.flops.compat import current_backward, graph_position, nodes_since
+from lightning_perf.flops.compat import (
+    current_backward,
+    graph_position,
+    is_only_composite,
+    nodes_since,
+)
 from lightning_perf.flops.operators import (
     FORMULAS,
     ByCall,
@@ -155,14 +162,15 @@ def flop_formula(target: Any, formula: Callable[..., Any]) -> None:
 
     Args:
         target: An operator (``torch.ops.mine.scan``), whose backward is an operator of its own; or
-            a function or a class of modules, or its address ``"package.module:name"``, whose work
-            torch does not see, such as one that launches a Triton kernel.
+            a function, a method of a class or a class of modules, or its address
+            ``"package.module:name"``, which is imported, whose work torch does not see, such as
+            one that launches a Triton kernel.
         formula: Called with the arguments of a call and its result as ``out``, for modules with the
             module first. Returns the FLOPs of the forward, 2 per multiply-add. A backward of a
             function or a module counts twice as many, unless the formula returns a pair of both.
 
     Raises:
-        ConfigError: It is none of these.
+        ConfigError: It is none of these, or its calls cannot be counted.
 
     Example:
         >>> import torch
@@ -182,16 +190,84 @@ def flop_formula(target: Any, formula: Callable[..., Any]) -> None:
         operator = getattr(operator, overloads()[0])
     if not callable(formula):
         raise ConfigError("formula", formula, "is not a function of the call's arguments", None)
-    if isinstance(target, str) and re.fullmatch(r"[\w.]+:[\w.]+", target):
-        EXTERNAL[target] = formula
-    elif hasattr(operator, "_schema"):
+    if hasattr(operator, "_schema"):
+        if is_only_composite(operator):
+            problem = "is composed of others, which run instead: register a function that calls it"
+            raise ConfigError("target", target, problem, None)
         FORMULAS[qualified_name(operator)] = ByCall(formula)
         formula_of.cache_clear()
-    elif type(target) in _FUNCTIONS or (isinstance(target, type) and issubclass(target, nn.Module)):
-        EXTERNAL[f"{target.__module__}:{target.__qualname__}"] = formula
+        return
+    is_module = isinstance(target, type) and issubclass(target, nn.Module)
+    if isinstance(target, str) and re.fullmatch(r"[\w.]+:[\w.]+", target):
+        address = target
+    elif type(target) in _FUNCTIONS or is_module:
+        address = _address(target)
     else:
         problem = "is no operator, function, module class or address of one"
         raise ConfigError("target", target, problem, '"my_package.kernels:scan"')
+    try:
+        importlib.import_module(address.partition(":")[0])
+        owner, _, function = _find(address)
+    except Exception as error:
+        problem = f"is not found ({describe(error)}): register what a module has under a name"
+        raise ConfigError("target", target, problem, '"my_package.kernels:scan"') from error
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        problem = "is part of a torch.autograd.Function: register a function that calls its apply"
+        raise ConfigError("target", target, problem, None)
+    if not isinstance(owner, type) and (holders := _holders(function)):
+        warn(
+            f"flop_formula: a {' and a '.join(holders)} also has {address}. Calls from there are "
+            "not counted: register a function that makes them."
+        )
+    EXTERNAL[address] = formula
+
+
+def _address(target: Any) -> str:
+    """The address of a function or a class: its own, or the first name that a module has for it."""
+    own = f"{target.__module__}:{target.__qualname__}"
+    with suppress(Exception):
+        owner, _, function = _find(own)
+        if target in (owner, function):
+            return own
+    places = (
+        f"{module}:{name}"
+        for module, space in [*sys.modules.items()]
+        if type(space) is ModuleType
+        for name, value in [*vars(space).items()]
+        if value is target
+    )
+    return next(places, own)
+
+
+def _find(address: str) -> tuple[Any, str, Any]:
+    """What has a function, its name there, and the function: ``forward`` of a module."""
+    module, _, path = address.partition(":")
+    owner: Any = None
+    found: Any = sys.modules[module]
+    for name in path.split("."):
+        owner, found = found, vars(found)[name]
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        owner, name, found = found, "forward", vars(found)["forward"]
+    function = found.__func__ if isinstance(found, staticmethod) else found
+    if type(function) not in _FUNCTIONS:
+        raise TypeError(f"{name} is no function")
+    return owner, name, function
+
+
+def _holders(function: Any) -> list[str]:
+    """What else than modules has a function, as far as calls probably come from there."""
+    found: set[str] = set()
+    for each in gc.get_referrers(function):
+        if isinstance(each, dict):  # but the names in a module, and keys
+            # Not in a generator, which would be one more that has the function.
+            calls = "__spec__" not in each and id(function) in map(id, each.values())
+        elif isinstance(each, tuple):  # of default arguments
+            calls = any(isinstance(owner, FunctionType) for owner in gc.get_referrers(each))
+        else:
+            calls = isinstance(each, partial | staticmethod | CellType | nn.Module)
+        if calls:
+            found.add(type(each).__name__)
+    return sorted(found)
 
 
 def _is_light(kernel: str) -> bool:
@@ -242,7 +318,7 @@ class Wrapped:
     """Wraps what `EXTERNAL` names in packages that are imported, until `restore`.
 
     It reads and writes the dictionaries of modules, without their own ways of access, and wraps
-    nothing but plain functions and the ``forward`` that a class defines. No error leaves it.
+    nothing but plain functions and those that a class defines. No error leaves it.
     """
 
     def __init__(self, active: Callable[[], Any]) -> None:
@@ -265,27 +341,25 @@ class Wrapped:
             self._replace(kernels, "run", self._noted(vars(kernels)["run"]))
 
     def _wrap(self, address: str, formula: Any) -> None:
-        name, _, path = address.partition(":")
-        target: Any = sys.modules[name]
-        for part in path.split("."):
-            target = vars(target)[part]
-        name = f"{name}.{path}"
-        if isinstance(target, type) and issubclass(target, nn.Module):
-            forward, counts = vars(target)["forward"], (name, formula, self._active)
+        owner, name, function = _find(address)
+        counts = address.replace(":", "."), formula, self._active
+        if not isinstance(owner, type):
+            self._functions[id(function)] = _Counted(function, *counts)
+            return
 
-            @wraps(forward)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if torch.compiler.is_compiling():
-                    return forward(*args, **kwargs)
-                return _call(forward, *counts, args, kwargs)
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            return _call(function, *counts, args, kwargs)
 
-            self._replace(target, "forward", call)
-        elif type(target) in _FUNCTIONS:
-            self._functions[id(target)] = _Counted(target, name, formula, self._active)
+        self._replace(owner, name, call)
 
     def _replace(self, owner: type, name: str, ours: Any) -> None:
         original = vars(owner)[name]
-        if type(original) is FunctionType:
+        if type(original) is staticmethod:
+            ours = staticmethod(ours)
+        if type(original) in (FunctionType, staticmethod):
             self._methods.append((owner, name, original, ours))
             setattr(owner, name, ours)
 

@@ -10,7 +10,7 @@ import pickle
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_perf import ConfigError
+from lightning_perf import ConfigError, PerfWarning
 from lightning_perf.extend import flop_formula
 from lightning_perf.flops import FlopCounter, external
 
@@ -573,7 +573,11 @@ def test_a_formula_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
         counts = counted(lambda: cube(torch.ones(4)))
         assert counts.model == {"float32": 8}
         assert not counts.untracked_names
-    packages(monkeypatch, my_kernels={"scan": scans, "Linear": Linear})
+
+    def scan(u: Tensor, *rest: Tensor) -> Tensor:
+        return Twice.apply(u)
+
+    packages(monkeypatch, my_kernels={"scan": scan, "Linear": Linear})
     flop_formula("my_kernels:scan", lambda u, *rest, out: (7, 5))
     u = torch.randn(2, requires_grad=True)
     run = sys.modules["my_kernels"]
@@ -586,6 +590,115 @@ def test_a_target_that_is_nothing_to_count(target: object) -> None:
     """The message says what it may be."""
     with pytest.raises(ConfigError, match="no operator, function, module class or address"):
         flop_formula(target, lambda *_: 0)
+
+
+class Layer(nn.Module):
+    """What can be registered of classes."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return OPAQUE(x, weight)
+
+    def attend(self, x: Tensor, weight: Tensor) -> Tensor:
+        return OPAQUE(x, weight)
+
+    @staticmethod
+    def static(x: Tensor, weight: Tensor) -> Tensor:
+        return OPAQUE(x, weight)
+
+
+class Sub(Layer):
+    pass
+
+
+OPAQUE = fused("kernel", "kernel")
+
+
+def decorated(function: Any) -> Any:
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return function(x, weight)
+
+    return call
+
+
+renamed = decorated(OPAQUE)
+CALLS: dict[str, tuple[Any, Any]] = {
+    "class": (Layer, Layer()),
+    "forward": (Layer.forward, Layer()),
+    "method": (Layer.attend, Layer().attend),
+    "inherited": (Sub.attend, Sub().attend),
+    "static": (Layer.static, lambda *args: Layer.static(*args)),
+    "address of a method": (f"{__name__}:Layer.attend", Layer().attend),
+    "under another name": (None, lambda *args: renamed(*args)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_methods_and_decorated_functions(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """They are counted where a class or a module has them, and restored."""
+    monkeypatch.setattr(external, "EXTERNAL", dict(external.EXTERNAL))
+    target, call = CALLS[name]
+    target = target or renamed
+    flop_formula(target, lambda *_, out: PRODUCT)
+    before = dict(vars(Layer)), renamed
+    x, weight = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
+    bound = getattr(call, "__name__", "__call__")
+    step = call if not hasattr(call, "__self__") else lambda *a: getattr(call.__self__, bound)(*a)
+    assert counted(lambda: step(x, weight).sum().backward()).model == {"float32": 3 * PRODUCT}
+    assert before == (dict(vars(Layer)), renamed)
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+
+LIBRARY = torch.library.Library("perf_tests_composite", "DEF")
+LIBRARY.define("run(Tensor x) -> Tensor")
+LIBRARY.impl("run", Product.apply, "CompositeImplicitAutograd")
+
+
+@pytest.mark.parametrize(
+    ("target", "advice"),
+    [
+        (decorated(OPAQUE), "a module has under a name"),
+        (f"{__name__}:Layer.attendd", "is not found .*attendd"),
+        (f"{__name__}:Sub.attend", "is not found .*attend"),
+        (Sub, "is not found .*forward"),
+        ("no_such_package:run", "No module named"),
+        (Product.forward, "a function that calls its apply"),
+        (f"{__name__}:Product.apply", "is not found .*apply"),
+        (f"{__name__}:Product", "no function"),
+        (torch.ops.perf_tests_composite.run, "a function that calls it"),
+    ],
+)
+def test_what_can_never_be_counted_is_refused(target: object, advice: str) -> None:
+    """At once, and the message says what to register."""
+    before = dict(external.EXTERNAL)
+    with pytest.raises(ConfigError, match=advice):
+        flop_formula(target, lambda *_, out: 0)
+    assert before == external.EXTERNAL
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda f: {"fast": f},
+        lambda f: partial(f, None),
+        lambda f: lambda x, f=f: f(x),
+        lambda f: lambda x: f(x),
+    ],
+)
+def test_what_else_has_a_function_is_named(registered: Any, hold: Any) -> None:
+    """Calls from there are not counted, which a warning says at registration."""
+
+    def run(x: Tensor) -> Tensor:
+        return x
+
+    kept = hold(run)
+    with pytest.warns(PerfWarning, match="also has my_kernels:run. Calls from there are not"):
+        registered(run, lambda *_, out: 0)
+    assert kept
 
 
 def test_formulas_of_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
