@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from enum import Enum
 from types import FunctionType
@@ -184,12 +184,14 @@ def count_on_shadow(
     batch: Any,
     step: Callable[[Module, Any], Tensor | None],
     closures: list[Counts] | None = None,
+    *,
+    isolated: bool = False,
 ) -> Counts:
     """Count the FLOPs of a step on fake tensors, without computing it.
 
     Parameters, gradients, buffers, random state and compiled code do not change, and no weights are
-    copied. What the step does to variables, containers and objects outside of the module that its
-    code names is undone; files that it writes stay. It is called with the
+    copied. What the step does to objects outside of the module is undone where `undone` can, unless
+    this process is ``isolated``: a child that ends afterwards. The step is called with the
     shadow and a fake batch, in the current grad mode; the backward of the returned loss is counted
     too, except with manual optimization. The counts of each closure that the step gives to an
     optimizer, which runs it once, are appended to ``closures``.
@@ -201,8 +203,8 @@ def count_on_shadow(
     if isinstance(batch, Iterator):
         raise ShadowError(name, "the batch is an iterator, which a copy would consume")
     try:
-        with _preserved_state():
-            counts = _count(module, batch, step, [] if closures is None else closures)
+        with _preserved_state(), nullcontext() if isolated else undone(module):
+            counts = _count(module, batch, step, [] if closures is None else closures, isolated)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ShadowError(name, f"{type(error).__name__}: {reason}") from error
@@ -212,18 +214,21 @@ def count_on_shadow(
 
 
 def _count(
-    module: Any, batch: Any, step: Callable[[Any, Any], Any], closures: list[Counts]
+    module: Any,
+    batch: Any,
+    step: Callable[[Any, Any], Any],
+    closures: list[Counts],
+    isolated: bool,
 ) -> Counts:
     shapes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
-    # Refuse real tensors that were not copied: they would get fake gradients.
+    # Refuse real tensors outside of the module, which would get fake gradients.
     fake_mode, copy_mode = fake_modes()
-    mode = fake_mode(allow_non_fake_inputs=False, shape_env=shapes)
+    mode = fake_mode(allow_non_fake_inputs=isolated, shape_env=shapes)
     with copy_mode(mode):
         shadow, fake, copies = _copy(module, batch)
     detach(shadow, wrapped(module) or module, copies, closures)
     # Runs compiled global functions, which cannot be found, without compilation.
     with (
-        undone(module),
         torch.compiler.set_stance("force_eager"),
         mode,
         FlopCounter() as counter,

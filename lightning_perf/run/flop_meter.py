@@ -17,10 +17,11 @@ from torch.optim.optimizer import (
 )
 
 from lightning_perf.errors import describe, warn
+from lightning_perf.flops.child import can_fork, in_child
 from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.peaks import BatchCost as BatchCost
 from lightning_perf.flops.peaks import PeakResolver
-from lightning_perf.flops.shadow import ShadowError, count_on_shadow, is_compiled
+from lightning_perf.flops.shadow import count_on_shadow, is_compiled
 from lightning_perf.flops.shapes import MOST_COUNTED, FlopCache, Signature, signature
 from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
@@ -223,10 +224,18 @@ class FlopMeter:
 
     def _count_on_shadow(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         self.counted = True
-        step, closures = partial(self._step, arguments=arguments), list[Counts]()
+        step = partial(self._step, arguments=arguments)
+        # A step may change more than its module, and a child has a copy of everything.
+        apart = can_fork(self._trainer.strategy.root_device)
+
+        def count() -> tuple[Counts, list[Counts]]:
+            closures: list[Counts] = []
+            counts = count_on_shadow(self.module, batch, step, closures, isolated=apart)
+            return counts, closures
+
         try:
-            shadow = count_on_shadow(self.module, batch, step, closures)
-        except ShadowError as error:
+            shadow, closures = in_child(count) if apart else count()
+        except (RuntimeError, OSError) as error:  # no process can be started
             cache.tries = 0
             self._warn_unpredictable(
                 f"the FLOPs of this compiled module cannot be counted ({error}): mfu is not "
