@@ -93,7 +93,11 @@ def __getattr__(name: str) -> Any:
         return installed_version("lightning_perf")
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from lightning_perf.errors import did_you_mean
+
+        text = f"module {__name__!r} has no attribute {name!r}. {did_you_mean(name, __all__)}"
+        # Without the module, Python does not add a hint of its own to a traceback.
+        raise AttributeError(text.rstrip(". "), name=name, obj=None)
     value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

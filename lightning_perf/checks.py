@@ -126,7 +126,10 @@ def times(
     try:
         time = Time.from_input(worded(value) if isinstance(value, str) else value)
     except (RuntimeError, TypeError, ValueError):
-        problem = f"is not a valid time (units: {UNITS}; only dur can be a fraction)"
+        known = f"{UNITS}; only dur can be a fraction"
+        if units == {TimeUnit.SECOND}:
+            known = "sec, or 1h20m40s"
+        problem = f"is not a valid time (units: {known})"
         raise ConfigError(field, value, problem, f'"{example}"') from None
     example = f'"{example}"'
     if time.unit not in units:

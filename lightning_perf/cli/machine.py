@@ -172,8 +172,8 @@ def devices(name: str | None = None, *, json: bool = False) -> int:
     if not rows:
         raise Failure(
             f"no device matches {name}. Try lightning-perf devices, or Flops(peak_flops=...) with "
-            "its peak in FLOP/s", 1,
-        )  # fmt: skip
+            "its peak in FLOP/s"
+        )
     if json:
         print_json([asdict(row) for row in rows])
         return 0
@@ -242,8 +242,8 @@ def measure(*, dtype: str = "float32", device: str = "cpu", json: bool = False) 
     if peak is None:
         raise Failure(
             f"{device} cannot multiply {dtype} matrices: one of them is unknown to torch, there is "
-            "no such device, or this machine is too busy. Try --device cpu --dtype float32", 1,
-        )  # fmt: skip
+            "no such device, or this machine is too busy. Try --device cpu --dtype float32"
+        )
     name = flops.device_name(device)
     listed, entry = flops.peak_flops(name, dtype, tf32=tf32_is_on()), flops.lookup(name)
     if json:

@@ -63,7 +63,9 @@ def run(command: list[str], *, config: str | None = None) -> int:
     if config is not None and not Path(config).is_file():
         raise Failure(f"there is no file {config}")
     if (program := which(command[0])) is None:
-        raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
+        text = " ".join(["lightning-perf run python", *command])
+        hint = f". Try {text}" if command[0].endswith(".py") else ""
+        raise Failure(f"{command[0]} is not a program{hint}", 127)  # as in a shell
     environment = os.environ | {"LIGHTNING_PERF": "1"}  # without what imports add
     if config is not None:
         environment["LIGHTNING_PERF"] = selected = str(Path(config).resolve())

@@ -259,6 +259,7 @@ class Profiler(PerfCallback):
         if remote_file_name is not None:
             remote_format(remote_file_name)
         check_store(remote_file_name)
+        check_store(output_path_prefix, "output_path_prefix", "'s3://bucket/runs'")
         self.overwrite, self.compress = flag("overwrite", overwrite), flag("compress", compress)
         self.num_traces_to_keep = whole("num_traces_to_keep", num_traces_to_keep, -1, "5")
         self.batches_per_trace = whole("batches_per_trace", batches_per_trace, 1, "20")

@@ -60,6 +60,10 @@ def signature_of(profiler: type) -> Signature:
     return Signature(sorted(parameters, key=attrgetter("kind")))
 
 
+#: What Lightning's profilers call our options.
+_OTHERS = {"dirpath": "folder"}
+
+
 def check_options(
     profiler: type, options: Mapping[str, Any], known: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -82,7 +86,9 @@ log_gc?
         if name not in known:
             own = set(signature(profiler).parameters) - {"kwargs"}
             names = {*known, *own}
-            hint = did_you_mean(name, names, f"It has {', '.join(sorted(names))}.")
+            hint = did_you_mean(
+                _OTHERS.get(name, name), names, f"It has {', '.join(sorted(names))}"
+            )
             raise ConfigError(name, value, f"is not an option of {profiler.__name__}. {hint}", None)
         if isinstance(known[name], bool):
             flag(name, value)

@@ -108,25 +108,28 @@ STORE = "store"
 _CONTAINERS = ("abfs", "abfss")
 
 
-def check_store(remote_file_name: str | None, field: str = "remote_file_name") -> None:
+def check_store(
+    url: str | None,
+    field: str = "remote_file_name",
+    example: str = "'s3://bucket/rank{rank}.{batch}.json'",
+) -> None:
     """Refuse the URL of a store that fsspec cannot use on this machine, without connecting.
 
     Names that are no URL, and None, pass. ``field`` is the name of the setting, for messages.
     """
     import fsspec
 
-    protocol = split_url(remote_file_name).protocol if isinstance(remote_file_name, str) else ""
+    protocol = split_url(url).protocol if isinstance(url, str) else ""
     if not protocol:
         return
     try:
         fsspec.get_filesystem_class(protocol)
     except ValueError:
         problem = f"has the protocol {protocol}://, which fsspec does not know"
-        example = "'s3://bucket/rank{rank}.{batch}.json'"
-        raise ConfigError(field, remote_file_name, problem, example) from None
+        raise ConfigError(field, url, problem, example) from None
     except ImportError as error:
         problem = f"needs a package that is not installed ({error})"
-        raise ConfigError(field, remote_file_name, problem, None) from error
+        raise ConfigError(field, url, problem, None) from error
 
 
 def store_target(url: str) -> Target | None:

@@ -63,7 +63,7 @@ def test_a_device_is_shown_with_its_sources(command, name: str) -> None:
 def test_an_unknown_device_is_an_error(command) -> None:
     """The message says what to do."""
     code, _, err = command("devices", "TARDIS")
-    assert code == 1
+    assert code == 2
     assert "peak_flops=" in err
 
 
@@ -87,6 +87,6 @@ def test_this_machine_is_measured(command, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_invalid_device_or_dtype(command, args: tuple[str, ...]) -> None:
     """An invalid device or dtype is an error that says what to try."""
     code, _, err = command("measure", *args)
-    assert (code, err.count("\n")) == (1, 1)
+    assert (code, err.count("\n")) == (2, 1)
     assert f"{args[1]}" in err
     assert "Try --device cpu --dtype float32." in err

@@ -172,6 +172,11 @@ def test_the_doctor_names_releases_that_do_not_work_together(
         (["--"], 2, "there is no command"),
         (["--config", "none.yaml", "--", "true"], 2, "there is no file none.yaml"),
         (["--", "no-such-program"], 127, "no-such-program is not a program"),
+        (
+            ["no.py", "--lr", "1"],
+            127,
+            "no.py is not a program. Try lightning-perf run python no.py --lr 1.",
+        ),
     ],
 )
 def test_a_script_that_cannot_start_gives_a_shell_s_exit_code(
@@ -186,7 +191,10 @@ def test_a_script_that_cannot_start_gives_a_shell_s_exit_code(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("- class_path: lightning_perf.SpedMonitor", "no attribute 'SpedMonitor'"),
+        (
+            "- class_path: lightning_perf.SpedMonitor",
+            "no attribute 'SpedMonitor'. Did you mean SpeedMonitor?",
+        ),
         (
             "- {class_path: lightning_perf.Suite, init_args: {callbacks: "
             "[class_path: lightning_perf.Timigns]}}",
@@ -303,7 +311,7 @@ def test_a_closed_output_gives_no_traceback(
     """As with `>&-`, where Python has no such stream."""
     monkeypatch.setattr(sys, stream, None)
     assert exit_code("devices", "H100 SXM") == 0
-    assert exit_code("devices", "no-such-device") == 1
+    assert exit_code("devices", "no-such-device") == 2
     getattr(sys, stream).close()
 
 

@@ -206,6 +206,7 @@ def test_profilers_can_be_copied_at_any_time(tmp_path: Path, make: Any) -> None:
         (PyTorch, "num_trace_to_keep", "Did you mean num_traces_to_keep?"),
         (PyTorch, "acc_event", "Did you mean acc_events?"),
         (PyTorch, "zzz", "is not an option of PyTorch. It has acc_events"),
+        (PyTorch, "dirpath", "is not an option of PyTorch. Did you mean folder?"),
         (VizTracer, "log_torchs", "of VizTracer. Did you mean log_torch?"),
         (VizTracer, "batch_per_trace", "Did you mean batches_per_trace?"),
         (VizTracer, "zzz", "is not an option of VizTracer. It has batches_per_trace"),

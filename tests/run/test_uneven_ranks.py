@@ -97,8 +97,8 @@ def test_a_test_may_be_longer_on_one_rank(tmp_path: Path, lengths: tuple[int, in
         assert windows[:2] == [[2, 2], [2, 2]]
         assert [sum(each) for each in zip(*windows, strict=True)] == [*lengths]
         assert len(windows) == (3 if rank == short else 7)
-        # The first two batches, which are counted, have no rate.
-        assert found["samples"] == [4 * (length - 2) for length in lengths]
+        # The first batch has no rate.
+        assert found["samples"] == [4 * (length - 1) for length in lengths]
 
 
 class Joined(OtherLengths):
@@ -132,7 +132,7 @@ def test_ranks_with_different_numbers_of_batches_train_with_join(
     for found in ranks:
         batches = zip(*(each for _, each in found["windows"]), strict=True)
         assert [sum(each) for each in batches] == [*lengths]
-        assert found["samples"] == [4 * (length - 2) for length in lengths]
+        assert found["samples"] == [4 * (length - 1) for length in lengths]
     own = [each["own"] for each in ranks]
     rate = sum(each["batch/samples"] / each["batch/seconds"] for each in own)
     assert ranks[0]["metrics"]["throughput/samples_per_sec"] == pytest.approx(rate, rel=1e-12)

@@ -166,6 +166,12 @@ def test_every_argument_is_checked(make, field, value):
     assert made is None or isinstance(made, Schedule)
 
 
+def test_only_accepted_units_are_listed():
+    """A schedule of time takes no batches."""
+    with pytest.raises(ConfigError, match=r"is not a valid time \(units: sec, or 1h20m40s\)\."):
+        Elapsed("10")
+
+
 @pytest.mark.parametrize(
     ("make", "written", "meant"),
     [

@@ -220,6 +220,13 @@ def test_invalid_urls_are_refused_at_construction(
     assert "hunter2" not in str(caught.value) + repr(caught.value)
 
 
+def test_a_prefix_with_an_unknown_protocol_is_refused() -> None:
+    """As a remote_file_name is: a run would write its traces to another place."""
+    with pytest.raises(ConfigError, match=r"nosuch://, which.*='s3://bucket/runs'") as caught:
+        PyTorch(output_path_prefix="nosuch://bucket/runs")
+    assert caught.value.field == "output_path_prefix"
+
+
 def test_an_entry_of_an_unknown_store_stays_listed(
     make_writer: Any, worker: Any, unsteady: type[Unsteady], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
