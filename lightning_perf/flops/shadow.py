@@ -225,7 +225,7 @@ def _count(
     fake_mode, copy_mode = fake_modes()
     mode = fake_mode(allow_non_fake_inputs=isolated, shape_env=shapes)
     with copy_mode(mode):
-        shadow, fake, copies = _copy(module, batch)
+        shadow, fake, copies = _copy(module, batch, isolated)
     detach(shadow, wrapped(module) or module, copies, closures)
     # Runs compiled global functions, which cannot be found, without compilation.
     with (
@@ -240,7 +240,7 @@ def _count(
     return counter.counts
 
 
-def _copy(module: Any, batch: Any) -> tuple[Any, Any, dict[int, Any]]:
+def _copy(module: Any, batch: Any, isolated: bool) -> tuple[Any, Any, dict[int, Any]]:
     """Return a copy of the module that is not compiled, one of the batch, and all copies by id."""
     copies: dict[int, Any] = {
         id(value): None
@@ -249,7 +249,7 @@ def _copy(module: Any, batch: Any) -> tuple[Any, Any, dict[int, Any]]:
         if (value := vars(part).get(name)) is not None
     }
     for part in module.modules():
-        copies |= _not_copied(vars(part))
+        copies |= _not_copied(vars(part), isolated)
     # From the innermost: wrappers may be nested.
     for wrapper in reversed([part for part in module.modules() if wrapped(part) is not None]):
         copies[id(wrapper)] = deepcopy(wrapped(wrapper), copies)
@@ -262,10 +262,11 @@ def _copy(module: Any, batch: Any) -> tuple[Any, Any, dict[int, Any]]:
     return shadow, fake, copies
 
 
-def _not_copied(own: dict[str, Any]) -> dict[int, Any]:
+def _not_copied(own: dict[str, Any], isolated: bool) -> dict[int, Any]:
     """Data in the attributes of a module that would take long to copy: what replaces it, by id.
 
-    Datasets and the items of long lists stay the same objects, and large arrays refuse changes.
+    Datasets and the items of long lists stay the same objects, and large arrays, which refuse
+    changes unless this process is ``isolated``.
     """
     instead: dict[int, Any] = {}
     waiting, seen = [*own.values()], set[int]()
@@ -282,7 +283,7 @@ def _not_copied(own: dict[str, Any]) -> dict[int, Any]:
             instead[id(value)] = value
         elif issubclass(kind, np.ndarray) and value.nbytes > _LARGE:
             instead[id(value)] = view = value.view()
-            view.flags.writeable = False
+            view.flags.writeable &= isolated
         elif len(items) > _LONG and not any(isinstance(each, Tensor) for _, each in tensors(value)):
             instead[id(value)] = copy(value)
         else:

@@ -434,7 +434,7 @@ def test_a_warm_up_of_skipped_batches_ends_nothing(
 ) -> None:
     """FLOPs are known from the second batch with a loss on, at the latest."""
     started: list[int] = []
-    for name in ("FlopCounter", "count_on_shadow"):
+    for name in ("FlopCounter", "in_child"):
         real = getattr(flop_meter, name)
 
         def counts(*args: Any, real: Any = real) -> Any:
