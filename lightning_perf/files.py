@@ -64,7 +64,11 @@ def opened(path: Path) -> BufferedReader:
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """The content of a file; raises `OSError` if it cannot be read or has more bytes."""
     with opened(path) as file:
-        content = file.read(most + 1) or b""  # None: one of the kernel's files that waits
+        # Not the limit at once, which is allocated as a whole. Files of the kernel have no size.
+        size = min(os.fstat(file.fileno()).st_size, most)
+        content = file.read(size + 1) or b""  # None: one of the kernel's files that waits
+        if len(content) > size:
+            content += file.read(most - size) or b""
     if len(content) > most:
         raise OSError(EFBIG, f"Larger than {most:,} bytes", str(path))
     return content

@@ -13,6 +13,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,6 @@ from lightning_perf.tracking.summary import RUNNING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from lightning_perf.run.run import Run
     from lightning_perf.traces.writer import RunFolder
@@ -83,12 +83,10 @@ class AttemptLog:
         local = not root.discards and root.mirror is None
         if self._same or run.ranks.global_rank != 0 or trainer.state.fn != "fit" or not local:
             return
-        from lightning_perf.system.host import started  # psutil takes milliseconds to import
-
         now, pid = time.time(), os.getpid()  # noqa: TID251
         # A notebook may be open for days.
         alone = _trained != pid and not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
-        began, _trained = started(pid) if alone else self._made, pid
+        began, _trained = _process_start() if alone else self._made, pid
         counters = run.progress.stages["train"]
         moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         name = f"{moment}.{int(now * 1000) % 1000:03d}-{pid}"
@@ -189,8 +187,7 @@ class AttemptLog:
         if batch != self._batch:
             self._stalls += self._stalled
         self._batch, self._stalled = batch, own.unfinished if own.unfinished > STALLED else 0.0
-        with suppress(Exception):  # the end of the run tries again
-            self._write(run, own)
+        self._write(run, own)
         # On a slow file system, the file takes at most 1 % of the time.
         pause = INTERVAL * max(1.0, 20 * (perf_counter() - began))
         run.file_worker.submit(partial(_beat, weakref.ref(run)), "the attempt", pause)
@@ -198,6 +195,13 @@ class AttemptLog:
     def _write(self, run: Run, own: Attempt) -> None:
         if not run.leaves_files or self._ended not in (None, own):
             return
+        # Profilers alone leave nothing before a recording.
+        if not (run.windows.subscribed or self._run_folder.folder.exists()):
+            return
+        with suppress(OSError):  # that the run's files cannot be written is a warning already
+            self._write_file(run, own)
+
+    def _write_file(self, run: Run, own: Attempt) -> None:
         if self._folder is None:
             self._folder = self._run_folder.claim() / FOLDER
             self._note_job(run)
@@ -213,6 +217,18 @@ class AttemptLog:
         }
         with written_whole(path, durable=False) as file:
             file.write(json.dumps(content).encode())
+
+
+def _process_start() -> float:
+    """When this process was started, in seconds since the epoch."""
+    try:
+        status = read_bytes(Path("/proc/self/stat"), 4096).decode().rpartition(")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(status[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - age  # noqa: TID251
+    except (OSError, ValueError, AttributeError):  # not Linux
+        from lightning_perf.system.host import started  # psutil takes milliseconds to import
+
+        return started(os.getpid())
 
 
 def _beat(reference: weakref.ref[Run]) -> None:

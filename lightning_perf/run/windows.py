@@ -198,6 +198,11 @@ class Windows:
             start.step = self._stages.step - 1
 
     @property
+    def subscribed(self) -> bool:
+        """Whether a callback receives windows."""
+        return bool(self._subscriptions)
+
+    @property
     def ran(self) -> bool:
         """Whether any stage had a batch."""
         progress, logs = self._stages.progress, self.logs.items()

@@ -24,6 +24,12 @@ from lightning_perf import always_on
 from lightning_perf.tracking.summary import text_of
 
 HUNG = [{"began": "2026-11-25T10:00:00+0000", "seconds": 300.0, "text": "rank 3 waits"}]
+
+
+def goodput(share: float) -> dict[str, Any]:
+    return {"share": share, "seconds": 1.0, "attempts": 2, "interruptions": 1, "losses": {}}
+
+
 INPUT = {"code": "input-bound", "severity": "critical", "share": 0.25, "culprit": "DataLoader"}
 
 
@@ -75,7 +81,7 @@ def test_runs_are_ranked_by_wasted_device_hours(
     )  # fmt: skip
     add_run(
         client, experiment, "restarts", hours=10, shares={"warmup": 0.1},
-        summary=summary_of("restarts", goodput={"share": 0.4}), **some,
+        summary=summary_of("restarts", goodput=goodput(0.4)), **some,
     )  # fmt: skip
     found = shown(capsys)
     names = ["forgotten", "restarts", "hangs", "silent", "slow", "failed", "lives", "good"]
@@ -265,7 +271,7 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: Any) -> None:
 
     here = {"host": platform.node(), "pid": os.getpid()}
     leave("a/b/c/d/e/slow", verdicts=[INPUT])
-    leave("a/restarts", 1.0, "stopped by an exception", goodput={"share": 0.5}, verdicts=[INPUT])
+    leave("a/restarts", 1.0, "stopped by an exception", goodput=goodput(0.5), verdicts=[INPUT])
     leave("silent", 2.0, "running", process={"host": "elsewhere", "pid": 1})
     leave("killed", 2.0, "running", process={"host": platform.node(), "pid": 2**22 + 1})
     leave("lives", 0.0, "running", process=here, hangs=HUNG)

@@ -40,8 +40,12 @@ def values_of(page: str) -> list[list[float]]:
 def test_each_alone_leaves_the_page(tmp_path: Path, callback: Any) -> None:
     """Timings and Diagnosis leave one page beside the summary, with where the time went."""
     trainer(tmp_path, callback(), logger=Records(), log_every_n_steps=4).fit(Small())
-    files = {path.name for path in tmp_path.rglob("[!.]*") if path.is_file()}
-    assert files == {"summary.json", "report.html"}
+    (folder,) = tmp_path.iterdir()
+    assert {path.name for path in folder.glob("[!.]*")} == {
+        "summary.json",
+        "report.html",
+        "attempts",
+    }
     page = (tmp_path / "records-version_0" / "report.html").read_text()
     assert "Where the time of a batch went" in page
     assert "lightning_perf.on_train_batch_end" in page
