@@ -6,6 +6,7 @@ import gc
 import weakref
 from contextlib import suppress
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from threading import Lock, get_ident
 from time import perf_counter
@@ -16,7 +17,7 @@ from typing_extensions import override
 from lightning_perf.timing.totals import Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 #: Category and name of the time outside all spans.
@@ -139,7 +140,7 @@ class Clock:
         #: Events that are not added up yet, three items each: the time, the span, and whether it
         #: was entered or left; or the time, the timer that runs from then on, and None. Kept tuples
         #: would make the garbage collector run more often.
-        self.log: list[float | Span | Timer | bool | None] = []
+        self.log: list[Any] = []
         #: All spans, and the one around each training batch, if there is one.
         self.spans: list[Span] = []
         self.batch: Span | None = None
@@ -158,7 +159,7 @@ class Clock:
     @property
     def running(self) -> Action:
         """The action of the thread now."""
-        # Called by a garbage collection, which may have started while the log is processed.
+        # Another thread may process the log, and wait for the interpreter.
         self.add_up(wait=False)
         return self._running.action
 
@@ -220,9 +221,10 @@ class Clock:
 
     def add_up(self, wait: bool = True) -> None:
         """Process the log; ``wait`` for another thread that is doing so, or return."""
-        if not self._adding.acquire(wait):
+        if not wait and self._adding.locked():
             return
-        try:
+        # Entered itself: after a call of `acquire`, a signal's handler may raise.
+        with self._adding:
             count = len(self.log)
             events = self.log[:count]
             del self.log[:count]
@@ -236,7 +238,10 @@ class Clock:
                     running.calls += 1
                     opened.append((what, running, now))
                 elif entered is None:
-                    running = what
+                    if type(what) is Timer:
+                        running = what
+                    else:
+                        what.passed(now, running)
                 else:
                     if opened[-1][0] is what or self._unwind(what):
                         if what is batch:
@@ -244,8 +249,6 @@ class Clock:
                         del opened[-1]
                     running = opened[-1][1]
             self._running, self._mark = running, mark
-        finally:
-            self._adding.release()
 
     def _unwind(self, span: Span) -> bool:
         """Close the spans inside a span that an exception left open; False if it is not open."""
@@ -273,11 +276,32 @@ def run_queue(stat: Path = Path("/proc/thread-self/schedstat")) -> dict[Action, 
     }
 
 
+class _Collection:
+    """What a garbage collection adds to a clock's log at its start and at its end."""
+
+    def __init__(self, costs: dict[Action, Cost]) -> None:
+        self._costs = costs
+        self._began: float | None = None
+
+    def passed(self, now: float, running: Timer) -> None:
+        """It was in the log: every other time, a collection has ended."""
+        began, self._began = self._began, now
+        if began is None:
+            return
+        self._began = None
+        key = Action("gc", running.action.category_in("train"), running.action.name)
+        seconds, calls = self._costs.get(key, (0.0, 0))
+        self._costs[key] = Cost(seconds + now - began, calls + 1)
+
+
 class GcTimer:
     """Times collections while it is open.
 
+    Collections call C code alone, which appends to the clock's log: in Python code, the handler of
+    a signal could raise, and collections drop what is raised.
+
     Args:
-        clock: Knows what the training thread does; without the clock, the timer closes itself.
+        clock: Knows what the training thread does.
 
     Example:
         >>> clock = Clock()
@@ -290,13 +314,24 @@ class GcTimer:
     """
 
     def __init__(self, clock: Clock) -> None:
-        # Weak, because `gc` keeps the timer of a run whose end was not announced.
-        self._clock = weakref.ref(clock)
-        #: Seconds and collections, with ``gc`` as stage, and the name of the action and its
-        #: category in the view of training.
-        self.costs: dict[Action, Cost] = {}
-        self._began = 0.0
-        self._called = self._collected
+        self._clock = clock
+        self._costs: dict[Action, Cost] = {}
+        items = zip(iter(perf_counter, None), repeat(_Collection(self._costs)), repeat(None))
+        append: Callable[..., object] = partial(next, map(clock.log.extend, items))
+        # Called with the phase and a dictionary: the attribute of that name, and its default.
+        phases = property(append)
+        self._called = partial(getattr, type("_Phases", (), {"start": phases, "stop": phases})())
+        # `gc` would keep the log of a run whose end was not announced.
+        weakref.finalize(self, _remove, self._called).atexit = False
+
+    @property
+    def costs(self) -> dict[Action, Cost]:
+        """Seconds and collections, with ``gc`` as stage, the name of the action and its category.
+
+        The category is that in the view of training.
+        """
+        self._clock.add_up()
+        return self._costs
 
     def open(self) -> None:
         """Start."""
@@ -304,18 +339,9 @@ class GcTimer:
 
     def close(self) -> None:
         """Stop; may be called more than once."""
-        with suppress(ValueError):
-            gc.callbacks.remove(self._called)
+        _remove(self._called)
 
-    def _collected(self, phase: str, _: Mapping[str, int]) -> None:
-        if phase == "start":
-            self._began = perf_counter()
-            return
-        spent = perf_counter() - self._began
-        if (clock := self._clock()) is None:
-            self.close()
-            return
-        action = clock.running
-        key = Action("gc", action.category_in("train"), action.name)
-        seconds, calls = self.costs.get(key, (0.0, 0))
-        self.costs[key] = Cost(seconds + spent, calls + 1)
+
+def _remove(callback: Callable[..., object]) -> None:
+    with suppress(ValueError):
+        gc.callbacks.remove(callback)
