@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     Undo = Callable[[], None]
 
-#: Objects that are looked at: code may name whole libraries. And within one that has changed.
-_MOST_OBJECTS, _MOST_WITHIN = 20_000, 1_000
+#: Objects that are looked at, entries of one of them, and objects within one that has changed.
+_MOST_OBJECTS, _MOST_ENTRIES, _MOST_WITHIN = 20_000, 10_000, 1_000
 #: Packages that keep no tensors of a step.
 _SKIPPED = {
     *sys.stdlib_module_names, "torch", "numpy", "lightning", "pytorch_lightning",
@@ -51,6 +51,7 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
 }
 _CACHED = type(lru_cache(len))
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque, tuple, frozenset)
 _MISSING = object()
 
 
@@ -63,7 +64,8 @@ def undone(module: nn.Module) -> Iterator[None]:
     may change them meanwhile, are undone where they keep fake tensors.
 
     Raises:
-        TypeError: The code names an iterator or an open file, which cannot be restored.
+        TypeError: The code names an iterator or an open file, which cannot be restored, or too many
+            objects.
     """
     undo: list[Undo] = [partial(_restore_all, os.environ, dict(os.environ), True)]
     undo += _undo_of(_code_of(module))
@@ -86,11 +88,14 @@ def _undo_of(code: Iterable[object]) -> Iterator[Undo]:
     """What undoes later changes of all that is reachable from classes and functions."""
     # With whether the object is the user's.
     waiting, seen = [(each, False) for each in code], set[int]()
-    while waiting and len(seen) < _MOST_OBJECTS:
+    while waiting:
         value, own = waiting.pop()
         if id(value) in seen or issubclass(type(value), _LEFT):
             continue
         seen.add(id(value))
+        large = type(value) in _CONTAINERS and len(value) > _MOST_ENTRIES
+        if large or len(seen) > _MOST_OBJECTS:
+            raise TypeError("its code uses more objects outside of the module than can be restored")
         if own and issubclass(type(value), _ADVANCED):
             raise TypeError(f"its code uses a {type(value).__name__} outside of the module")
         if type(value) in _GENERATORS:

@@ -23,6 +23,9 @@ TORCH = torch.Generator().manual_seed(0)
 ENDLESS = iter(lambda: 1.0, None)
 
 
+VOCABULARY = dict.fromkeys(range(20_000), 1.0)
+
+
 class Static:
     weights: torch.Tensor | None = None
 
@@ -154,6 +157,12 @@ def test_an_iterator_outside_of_the_module_is_not_advanced():
     """A step that draws from a global iterator is not counted, because that cannot be undone."""
     with pytest.raises(ShadowError, match="uses a callable_iterator outside of the module"):
         count(Model(lambda x: x * next(ENDLESS)))
+
+
+def test_a_large_container_outside_of_the_module_is_not_copied():
+    """A step that names one is not counted: copying and restoring it would take long."""
+    with pytest.raises(ShadowError, match="more objects outside of the module than can be"):
+        count(Model(lambda x: x * VOCABULARY[0]))
 
 
 def test_data_of_a_module_is_not_copied():
