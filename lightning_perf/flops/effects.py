@@ -87,7 +87,8 @@ def _code_of(module: nn.Module) -> Iterator[object]:
 def _undo_of(code: Iterable[object]) -> Iterator[Undo]:
     """What undoes later changes of all that is reachable from classes and functions."""
     # With whether the object is the user's.
-    waiting, seen = [(each, False) for each in code], set[int]()
+    waiting: list[tuple[Any, bool]] = [(each, False) for each in code]
+    seen = set[int]()
     while waiting:
         value, own = waiting.pop()
         if id(value) in seen or issubclass(type(value), _LEFT):

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning_perf.core.goodput import FINISHED, STALLED, Attempt, attempt_of, goodput
 from lightning_perf.errors import printable
@@ -28,7 +28,11 @@ from lightning_perf.tracking.summary import RUNNING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lightning_perf.run.run import Run
+    from lightning_perf.background import Worker
+    from lightning_perf.core.progress import Ranks
+    from lightning_perf.run.destination import Reporting
+    from lightning_perf.run.stages import Progress
+    from lightning_perf.run.windows import Windows
     from lightning_perf.traces.writer import RunFolder
 
 #: The folder of the files, below that of a run. A file is named after the attempt: when its
@@ -45,6 +49,25 @@ _MOST_CHECKPOINTS = 20
 _LABELS = ("SLURM_JOB_ID", *compat.RESTARTS)
 #: The process whose first training has begun.
 _trained = 0
+
+
+class Trained(Protocol):
+    """What the log reads of a `Run`."""
+
+    trainer: Any
+    ranks: Ranks
+    progress: Progress
+    reporting: Reporting
+    windows: Windows
+    file_worker: Worker
+
+    @property
+    def stage(self) -> str:
+        """The running stage."""
+
+    @property
+    def leaves_files(self) -> bool:
+        """Whether the run has something to leave."""
 
 
 class AttemptLog:
@@ -76,7 +99,7 @@ class AttemptLog:
 
     # -- on the training thread -------------------------------------------------------------------
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: Trained) -> None:
         """The batches of an epoch begin; the first one begins the attempt."""
         global _trained
         root, trainer = run.reporting.root(None), run.trainer
@@ -98,9 +121,9 @@ class AttemptLog:
         self._run_folder = run.reporting.run_folder(named_run())
         self._continue_job(run, root.path)
         self._note_job(run)
-        run.file_worker.submit(partial(_beat, weakref.ref(run)), "the attempt", FIRST)
+        run.file_worker.submit(partial(_beat, self, weakref.ref(run)), "the attempt", FIRST)
 
-    def _continue_job(self, run: Run, root: Path) -> None:
+    def _continue_job(self, run: Trained, root: Path) -> None:
         """Find the earlier attempts of this job.
 
         A run that the user has named continues what has its name. Otherwise a checkpoint belongs
@@ -131,12 +154,12 @@ class AttemptLog:
             )
             return
 
-    def _note_job(self, run: Run) -> None:
+    def _note_job(self, run: Trained) -> None:
         """Checkpoints name the job."""
         folder = self._folder or self._run_folder.folder / FOLDER
         run.progress.job = {"folder": folder.parent.name, "job": self._same["job"]}
 
-    def save(self, run: Run) -> None:
+    def save(self, run: Trained) -> None:
         """A checkpoint takes the state of a callback: each of them calls this."""
         counters = run.progress.stages["train"]
         now = counters.step, counters.total_wct
@@ -146,7 +169,7 @@ class AttemptLog:
 
     # -- on any thread ----------------------------------------------------------------------------
 
-    def goodput(self, run: Run, status: str, timings: Mapping[str, float]) -> dict[str, Any]:
+    def goodput(self, run: Trained, status: str, timings: Mapping[str, float]) -> dict[str, Any]:
         """The goodput of the job so far, and write the file; empty if no training has begun.
 
         ``timings`` are the seconds of the training by category, if they are measured.
@@ -163,7 +186,7 @@ class AttemptLog:
         run.file_worker.submit(partial(self._write, run, own), "the attempt")
         return goodput([*self._earlier, own])
 
-    def _attempt(self, run: Run, status: str) -> Attempt:
+    def _attempt(self, run: Trained, status: str) -> Attempt:
         counters = run.progress.stages["train"]
         training = status != FINISHED and run.stage == "train"
         evaluation = run.progress.validation_seconds - self._validated
@@ -178,7 +201,7 @@ class AttemptLog:
 
     # -- on the thread that makes files -----------------------------------------------------------
 
-    def beat(self, run: Run) -> None:
+    def beat(self, run: Trained) -> None:
         """Give a sign of life, and the next one after some seconds."""
         if self._ended is not None:
             return
@@ -190,9 +213,9 @@ class AttemptLog:
         self._write(run, own)
         # On a slow file system, the file takes at most 1 % of the time.
         pause = INTERVAL * max(1.0, 20 * (perf_counter() - began))
-        run.file_worker.submit(partial(_beat, weakref.ref(run)), "the attempt", pause)
+        run.file_worker.submit(partial(_beat, self, weakref.ref(run)), "the attempt", pause)
 
-    def _write(self, run: Run, own: Attempt) -> None:
+    def _write(self, run: Trained, own: Attempt) -> None:
         if not run.leaves_files or self._ended not in (None, own):
             return
         # Profilers alone leave nothing before a recording.
@@ -201,7 +224,7 @@ class AttemptLog:
         with suppress(OSError):  # that the run's files cannot be written is a warning already
             self._write_file(run, own)
 
-    def _write_file(self, run: Run, own: Attempt) -> None:
+    def _write_file(self, run: Trained, own: Attempt) -> None:
         if self._folder is None:
             self._folder = self._run_folder.claim() / FOLDER
             self._note_job(run)
@@ -231,9 +254,9 @@ def _process_start() -> float:
         return started(os.getpid())
 
 
-def _beat(reference: weakref.ref[Run]) -> None:
+def _beat(log: AttemptLog, reference: weakref.ref[Trained]) -> None:
     if (run := reference()) is not None:
-        run.attempt.beat(run)
+        log.beat(run)
 
 
 def _names(folder: Path) -> list[str]:

@@ -12,6 +12,8 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from typing_extensions import override
+
 from lightning_perf.background import wait_until
 from lightning_perf.core.progress import Limits
 from lightning_perf.errors import ConfigError, describe, warn
@@ -19,7 +21,7 @@ from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchCounter, BatchRecord
 from lightning_perf.run.run import Run
-from lightning_perf.run.summary import LiveSummary, end_summary, log_folder
+from lightning_perf.run.summary import LiveSummary, end_summary, hang_summary, log_folder
 from lightning_perf.run.termination import Termination, signals_held
 from lightning_perf.tracking.summary import installed_version
 
@@ -245,6 +247,10 @@ class RunContext(Run):
         """An epoch of training starts. Its data may differ, because loaders may be reloaded."""
         self.stages.limit(self._read_limits())
         self.windows.quiet_until = 0
+
+    @override
+    def refresh_summary(self) -> None:
+        hang_summary(self)
 
     def begin_attempt(self) -> None:
         """The batches of an epoch begin."""
