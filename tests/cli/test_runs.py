@@ -42,8 +42,9 @@ def _no_address(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def client(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
     """Of a database that the environment names: MLflow keeps one open per address."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_tmp}/mlflow.db")
-    return MlflowClient()
+    address = f"sqlite:///{in_tmp}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    return MlflowClient(address)  # another test may have set one for the process
 
 
 @pytest.fixture
