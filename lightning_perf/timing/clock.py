@@ -6,7 +6,6 @@ import gc
 import weakref
 from contextlib import suppress
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from threading import Lock, get_ident
 from time import perf_counter
@@ -17,7 +16,7 @@ from typing_extensions import override
 from lightning_perf.timing.totals import Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
 #: Category and name of the time outside all spans.
@@ -140,7 +139,7 @@ class Clock:
         #: Events that are not added up yet, three items each: the time, the span, and whether it
         #: was entered or left; or the time, the timer that runs from then on, and None. Kept tuples
         #: would make the garbage collector run more often.
-        self.log: list[Any] = []
+        self.log: list[float | Span | Timer | bool | None] = []
         #: All spans, and the one around each training batch, if there is one.
         self.spans: list[Span] = []
         self.batch: Span | None = None
@@ -159,7 +158,7 @@ class Clock:
     @property
     def running(self) -> Action:
         """The action of the thread now."""
-        # Another thread may process the log, and wait for the interpreter.
+        # Called by a garbage collection, which may have started while the log is processed.
         self.add_up(wait=False)
         return self._running.action
 
@@ -238,10 +237,7 @@ class Clock:
                     running.calls += 1
                     opened.append((what, running, now))
                 elif entered is None:
-                    if type(what) is Timer:
-                        running = what
-                    else:
-                        what.passed(now, running)
+                    running = what
                 else:
                     if opened[-1][0] is what or self._unwind(what):
                         if what is batch:
@@ -276,32 +272,11 @@ def run_queue(stat: Path = Path("/proc/thread-self/schedstat")) -> dict[Action, 
     }
 
 
-class _Collection:
-    """What a garbage collection adds to a clock's log at its start and at its end."""
-
-    def __init__(self, costs: dict[Action, Cost]) -> None:
-        self._costs = costs
-        self._began: float | None = None
-
-    def passed(self, now: float, running: Timer) -> None:
-        """It was in the log: every other time, a collection has ended."""
-        began, self._began = self._began, now
-        if began is None:
-            return
-        self._began = None
-        key = Action("gc", running.action.category_in("train"), running.action.name)
-        seconds, calls = self._costs.get(key, (0.0, 0))
-        self._costs[key] = Cost(seconds + now - began, calls + 1)
-
-
 class GcTimer:
     """Times collections while it is open.
 
-    Collections call C code alone, which appends to the clock's log: in Python code, the handler of
-    a signal could raise, and collections drop what is raised.
-
     Args:
-        clock: Knows what the training thread does.
+        clock: Knows what the training thread does; without the clock, the timer closes itself.
 
     Example:
         >>> clock = Clock()
@@ -314,24 +289,13 @@ class GcTimer:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._costs: dict[Action, Cost] = {}
-        items = zip(iter(perf_counter, None), repeat(_Collection(self._costs)), repeat(None))
-        append: Callable[..., object] = partial(next, map(clock.log.extend, items))
-        # Called with the phase and a dictionary: the attribute of that name, and its default.
-        phases = property(append)
-        self._called = partial(getattr, type("_Phases", (), {"start": phases, "stop": phases})())
-        # `gc` would keep the log of a run whose end was not announced.
-        weakref.finalize(self, _remove, self._called).atexit = False
-
-    @property
-    def costs(self) -> dict[Action, Cost]:
-        """Seconds and collections, with ``gc`` as stage, the name of the action and its category.
-
-        The category is that in the view of training.
-        """
-        self._clock.add_up()
-        return self._costs
+        # Weak, because `gc` keeps the timer of a run whose end was not announced.
+        self._clock = weakref.ref(clock)
+        #: Seconds and collections, with ``gc`` as stage, and the name of the action and its
+        #: category in the view of training.
+        self.costs: dict[Action, Cost] = {}
+        self._began = 0.0
+        self._called = self._collected
 
     def open(self) -> None:
         """Start."""
@@ -339,9 +303,18 @@ class GcTimer:
 
     def close(self) -> None:
         """Stop; may be called more than once."""
-        _remove(self._called)
+        with suppress(ValueError):
+            gc.callbacks.remove(self._called)
 
-
-def _remove(callback: Callable[..., object]) -> None:
-    with suppress(ValueError):
-        gc.callbacks.remove(callback)
+    def _collected(self, phase: str, _: Mapping[str, int]) -> None:
+        if phase == "start":
+            self._began = perf_counter()
+            return
+        spent = perf_counter() - self._began
+        if (clock := self._clock()) is None:
+            self.close()
+            return
+        action = clock.running
+        key = Action("gc", action.category_in("train"), action.name)
+        seconds, calls = self.costs.get(key, (0.0, 0))
+        self.costs[key] = Cost(seconds + spent, calls + 1)
