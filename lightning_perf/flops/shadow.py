@@ -228,11 +228,7 @@ def _count(
         shadow, fake, copies = _copy(module, batch, isolated)
     detach(shadow, wrapped(module) or module, copies, closures)
     # Runs compiled global functions, which cannot be found, without compilation.
-    with (
-        torch.compiler.set_stance("force_eager"),
-        mode,
-        FlopCounter() as counter,
-    ):
+    with torch.compiler.set_stance("force_eager"), mode, FlopCounter() as counter:
         loss = step(shadow, fake)
         automatic = getattr(module, "automatic_optimization", True)
         if automatic and isinstance(loss, Tensor) and loss.requires_grad:
@@ -248,8 +244,7 @@ def _copy(module: Any, batch: Any, isolated: bool) -> tuple[Any, Any, dict[int, 
         for name in ("_trainer", "_fabric")
         if (value := vars(part).get(name)) is not None
     }
-    for part in module.modules():
-        copies |= _not_copied(vars(part), isolated)
+    copies |= _not_copied(module, copies, isolated)
     # From the innermost: wrappers may be nested.
     for wrapper in reversed([part for part in module.modules() if wrapped(part) is not None]):
         copies[id(wrapper)] = deepcopy(wrapped(wrapper), copies)
@@ -262,14 +257,14 @@ def _copy(module: Any, batch: Any, isolated: bool) -> tuple[Any, Any, dict[int, 
     return shadow, fake, copies
 
 
-def _not_copied(own: dict[str, Any], isolated: bool) -> dict[int, Any]:
-    """Data in the attributes of a module that would take long to copy: what replaces it, by id.
+def _not_copied(module: nn.Module, copies: dict[int, Any], isolated: bool) -> dict[int, Any]:
+    """Data of a module that would take long to copy: what replaces it, by id.
 
-    Datasets and the items of long lists stay the same objects, and large arrays, which refuse
-    changes unless this process is ``isolated``.
+    Datasets and the items of long lists stay the same objects. Large arrays do, too, but refuse
+    changes unless this process is ``isolated``. What has a copy, such as the trainer, is skipped.
     """
     instead: dict[int, Any] = {}
-    waiting, seen = [*own.values()], set[int]()
+    waiting, seen = [value for part in module.modules() for value in vars(part).values()], {*copies}
     while waiting:
         value: Any = waiting.pop()
         kind = type(value)

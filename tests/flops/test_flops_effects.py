@@ -199,3 +199,12 @@ def test_a_large_array_of_the_module_is_not_changed():
     with pytest.raises(ShadowError, match="read-only"):
         count_on_shadow(module, torch.ones(3, 4), step)
     assert module.array[0] == 0.0
+
+
+def test_the_trainer_is_not_looked_at():
+    """However much it holds, a module is counted: the copy has no trainer."""
+    module = Model(lambda x: x)
+    trainer = Helper()
+    trainer.kept = {number: [[each] for each in range(900)] for number in range(100)}
+    vars(module)["_trainer"] = trainer
+    assert count(module).model == {"float32": 2 * 2 * 3 * 4 * 4}
