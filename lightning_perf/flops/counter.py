@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -137,6 +138,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = False
         #: Whether a function of `EXTERNAL` runs, whose formula covers those that it calls.
         self.within_external = False
+        #: Calls of operators, and the seconds of counting them, without those of torch around it.
+        self.calls, self.seconds = 0, 0.0
         self._fake_mode: object = None
         self._model: Counter[str] = Counter()
         self._hardware: Counter[str] = Counter()
@@ -219,10 +222,13 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             finally:
                 self.end()
         out = operator(*args, **kwargs)
+        began = perf_counter()
         try:
             self._count(Call(operator, args, kwargs), out)
         except Exception:  # no formula or an unexpected shape, which must not stop training
             self._untracked_names[qualified_name(operator)] += 1
+        self.calls += 1
+        self.seconds += perf_counter() - began
         return out
 
     def _count(self, call: Call, out: object) -> None:

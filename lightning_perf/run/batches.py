@@ -61,6 +61,8 @@ class BatchRecord(NamedTuple):
     begins_epoch: bool
     #: Seconds between the end of the previous batch and its step, where FLOPs are counted.
     waiting: float = 0.0
+    #: The least and most seconds that counting took of it; None if they are unknown.
+    counting: tuple[float, float] | None = None
 
     @property
     def timed(self) -> bool:
@@ -71,8 +73,9 @@ class BatchRecord(NamedTuple):
 class Sums(NamedTuple):
     """Running totals of batches, without the first of a stage.
 
-    A batch that counting slowed down has its own waiting, and the usual time of a step. The names
-    are those of the columns, with ``_`` for ``/``.
+    A batch that counting slowed down has its own waiting, and the usual time of a step unless it
+    differs from it by more than counting can explain. The names are those of the columns, with
+    ``_`` for ``/``.
     """
 
     batch_seconds: float = 0.0
@@ -268,7 +271,7 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
             if record.cost is None:  # of skipped ones: it would make all FLOPs unknown
                 continue
             step = _usual(stage.steps) if step is None else step
-            seconds = max(record.waiting + step, 0.0)
+            seconds = max(_without_counting(record, step), 0.0)
         stage.edges.append(stage.edges[-1].plus(record._replace(seconds=seconds)))
 
 
@@ -276,6 +279,15 @@ def _usual(steps: Collection[float]) -> float:
     """The mean time of a step, in which long ones count up to a limit."""
     seconds = np.array(steps)
     return float(np.minimum(seconds, _OUTLIER * np.median(seconds)).mean())
+
+
+def _without_counting(record: BatchRecord, usual: float) -> float:
+    """The time of a counted batch if it were not counted, from that of a usual step."""
+    usual += record.waiting
+    if record.counting is None:
+        return usual
+    least, most = (record.seconds - each for each in reversed(record.counting))
+    return usual if least <= usual <= most else (least + most) / 2
 
 
 def _resolved(
@@ -291,7 +303,9 @@ def _resolved(
         known = timed.known and timed.whole
         seconds = timed.seconds if known else record.seconds if failed else 0.0
         slowed = record.slowed or not (known or failed)
-        yield record._replace(seconds=seconds, slowed=slowed)
+        # The device has work in its queue while the host counts.
+        counting = (0.0, record.counting[1]) if known and record.counting else None
+        yield record._replace(seconds=seconds, slowed=slowed, counting=counting)
 
 
 #: Batches of a stage that are compared with the batch size of its data loaders.

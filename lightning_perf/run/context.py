@@ -217,7 +217,10 @@ class RunContext(Run):
         waiting = max(meter.began - counters.mark, 0.0)
         seconds = counters.add(perf_counter(), samples, tokens, steps, last)
         firsts = counters.batches == 1, counters.begins_epoch
-        record = BatchRecord(seconds, samples, tokens, meter.work, meter.counted, *firsts, waiting)
+        counting = meter.counting_seconds if meter.counted else None
+        record = BatchRecord(
+            seconds, samples, tokens, meter.work, meter.counted, *firsts, waiting, counting
+        )
         self.batches.end_batch(stages.stage, record, timed)
         if record.first:
             windows.begin_batches()

@@ -272,6 +272,12 @@ def run_queue(stat: Path = Path("/proc/thread-self/schedstat")) -> dict[Action, 
     }
 
 
+def waited_for_cpu() -> float | None:
+    """Seconds that this thread has waited for a CPU; None if the kernel does not report it."""
+    waiting = run_queue().get(Action(QUEUE, "", "waiting"))
+    return waiting and waiting.seconds
+
+
 class GcTimer:
     """Times collections while it is open.
 
