@@ -46,17 +46,10 @@ class Span:
 
     __slots__ = ("_clock", "_name", "timer", "what")
 
-    #: Whether its timer is the same each time.
-    own_timer = True
-
     def __init__(self, clock: Clock, what: tuple[str, str], name: str) -> None:
         self._clock, self.what, self._name = clock, what, name
         self.timer = clock.timer(*what)
         clock.spans.append(self)
-
-    def find_timer(self) -> Timer:
-        """The timer that runs from here; called when the clock processes its log."""
-        return self.timer
 
     def __enter__(self) -> str:
         clock = self._clock
@@ -105,13 +98,16 @@ class SaveSpan(Span):
     """Writing a checkpoint. The action names the hook that requested it."""
 
     __slots__ = ()
-    own_timer = False
 
     @override
-    def find_timer(self) -> Timer:
-        hook = self._clock.innermost.action.name
-        origin = hook if "." in hook else "Trainer.save_checkpoint"
-        return self._clock.timer(self.what[0], f"checkpoint writing ({origin})")
+    def __enter__(self) -> str:
+        clock = self._clock
+        if get_ident() == clock.thread:
+            clock.add_up(wait=False)  # the handler of a signal may save in the middle of it
+            hook = clock.innermost.action.name
+            origin = hook if "." in hook else "Trainer.save_checkpoint"
+            self.timer = clock.timer(self.what[0], f"checkpoint writing ({origin})")
+        return Span.__enter__(self)
 
 
 class _Nothing:
@@ -263,7 +259,7 @@ class Clock:
             running.seconds += now - mark
             mark = now
             if entered:
-                running = what.timer if what.own_timer else what.find_timer()
+                running = what.timer
                 running.calls += 1
                 opened.append((what, running, now))
             elif entered is None:
