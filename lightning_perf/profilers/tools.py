@@ -22,6 +22,7 @@ from lightning_perf.background import wait_until
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, did_you_mean
 from lightning_perf.run import compat
+from lightning_perf.timing.clock import collection_callback
 
 if TYPE_CHECKING:
     from lightning_perf.run.run import Run
@@ -250,9 +251,7 @@ def _nothing_collects() -> bool:
     # While another thread collects, gc.collect() returns without calling the callbacks.
     ran: list[object] = []
 
-    def note(*event: object) -> None:
-        ran.append(event)
-
+    note = collection_callback(ran.append)
     gc.callbacks.append(note)
     gc.collect(0)
     gc.callbacks.remove(note)

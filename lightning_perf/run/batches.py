@@ -93,9 +93,9 @@ class Sums(NamedTuple):
     batch_uncounted_tokens: int = 0
     flops_uncounted_batches: int = 0
 
-    def plus(self, record: BatchRecord) -> Sums:
-        """These totals and a batch."""
-        seconds, samples, tokens, cost = record.seconds, record.samples, record.tokens, record.cost
+    def plus(self, record: BatchRecord, seconds: float) -> Sums:
+        """These totals and a batch, which counts with so many seconds."""
+        samples, tokens, cost = record.samples, record.tokens, record.cost
         skipped = cost is None and samples == 0  # by Lightning
         flops = (
             (0.0, 0.0, 0.0, 0.0, seconds if skipped else 0.0, 0)
@@ -245,7 +245,7 @@ class RollingBatches:
         first = edges[max(len(edges) - 1 - size, 0)]
         latest = edges[-1].since(first)
         for record in [each for each in totals.slowed if each.seconds][-size:]:
-            latest = latest.plus(record._replace(cost=None))
+            latest = latest.plus(record._replace(cost=None), record.seconds)
         return latest.shared(self._batches.sharing)
 
 
@@ -272,7 +272,7 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
                 continue
             step = _usual(stage.steps) if step is None else step
             seconds = max(_without_counting(record, step), 0.0)
-        stage.edges.append(stage.edges[-1].plus(record._replace(seconds=seconds)))
+        stage.edges.append(stage.edges[-1].plus(record, seconds))
 
 
 def _usual(steps: Collection[float]) -> float:

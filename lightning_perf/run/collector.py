@@ -21,7 +21,7 @@ from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Setup, 
 from lightning_perf.flops import is_compiled
 from lightning_perf.flops.batch import attributes
 from lightning_perf.run import compat
-from lightning_perf.timing.clock import GcTimer, run_queue
+from lightning_perf.timing.clock import run_queue
 from lightning_perf.timing.totals import Action, Cost, Totals
 from lightning_perf.tracking.page import SENSORS
 
@@ -84,8 +84,7 @@ class Collector:
         self._recordings = self._opened = 0
         # Costs before the training.
         self._origin, self._closed = Totals({}), False
-        self.gc = GcTimer(context.require_times().clock)
-        self.gc.open()
+        self._clock = context.require_times().clock
         context.listen(self._add_steps)
 
     def enter(self, callback: Subscriber) -> bool:
@@ -155,7 +154,7 @@ class Collector:
             if cost.calls
         }
         recordings = {RECORDING: Cost(0.0, self._recordings)}
-        return {**compilations, **run_queue(), **recordings, **self.gc.costs}
+        return {**compilations, **run_queue(), **recordings, **self._clock.collections}
 
     def add_compilations(self, category: str) -> None:
         """Add the compilations since the last call."""
@@ -202,7 +201,6 @@ class Collector:
             Sections of the summary: the costs by name, and averages of the machine's sensors.
         """
         context = self._context
-        self.gc.close()
         self._closed = True
         if self._schedule is not None:
             self._schedule.close()

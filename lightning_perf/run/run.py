@@ -94,6 +94,8 @@ class Run:
         self.on_close = self.reporting.closing.append
         #: Call a function with the metrics and the step of what this rank logs, on any thread.
         self.on_log = self.reporting.receivers.append
+        #: Keep the metrics of some keys from the loggers.
+        self.leave_out = self.reporting.left_out.update
         #: Times by category since they were first required.
         self.times = self.spans.totals
         self.exclude_from_batch_time = self.stages.exclude_from_batch_time

@@ -212,9 +212,9 @@ class WindowCallback(PerfCallback):
         if self.left_out and self._context is not None and not metrics.keys() <= self._keys:
             self._keys |= metrics.keys()
             nested = self._context.trainer.state.fn == "fit" and window.stage != "train"
-            self._context.reporting.left_out |= {
+            self._context.leave_out(
                 key
                 for key in metrics
                 if key.endswith(self.left_out) or (nested and not key.endswith(_NESTED))
-            }
+            )
         return metrics

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from bisect import bisect
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,11 +18,13 @@ from typing_extensions import override
 from lightning_perf.timing.totals import Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
 #: Category and name of the time outside all spans.
 _LOOP = ("other", "loop")
+#: Phases and times of collections that are kept until they are read: those of the last 65,536.
+_MOST_EVENTS = 4 * 65_536
 
 
 class Timer:
@@ -42,17 +46,10 @@ class Span:
 
     __slots__ = ("_clock", "_name", "timer", "what")
 
-    #: Whether its timer is the same each time.
-    own_timer = True
-
     def __init__(self, clock: Clock, what: tuple[str, str], name: str) -> None:
         self._clock, self.what, self._name = clock, what, name
         self.timer = clock.timer(*what)
         clock.spans.append(self)
-
-    def find_timer(self) -> Timer:
-        """The timer that runs from here; called when the clock processes its log."""
-        return self.timer
 
     def __enter__(self) -> str:
         clock = self._clock
@@ -101,13 +98,16 @@ class SaveSpan(Span):
     """Writing a checkpoint. The action names the hook that requested it."""
 
     __slots__ = ()
-    own_timer = False
 
     @override
-    def find_timer(self) -> Timer:
-        hook = self._clock.innermost.action.name
-        origin = hook if "." in hook else "Trainer.save_checkpoint"
-        return self._clock.timer(self.what[0], f"checkpoint writing ({origin})")
+    def __enter__(self) -> str:
+        clock = self._clock
+        if get_ident() == clock.thread:
+            clock.add_up(wait=False)  # the handler of a signal may save in the middle of it
+            hook = clock.innermost.action.name
+            origin = hook if "." in hook else "Trainer.save_checkpoint"
+            self.timer = clock.timer(self.what[0], f"checkpoint writing ({origin})")
+        return Span.__enter__(self)
 
 
 class _Nothing:
@@ -144,6 +144,8 @@ class Clock:
         self.spans: list[Span] = []
         self.batch: Span | None = None
         self._adding = Lock()
+        self._gc = GcTimer()
+        self._collections: dict[Action, Cost] = {}
         #: The current stage.
         self.stage = ""
         self._timers: dict[Action, Timer] = {}
@@ -158,7 +160,7 @@ class Clock:
     @property
     def running(self) -> Action:
         """The action of the thread now."""
-        # Called by a garbage collection, which may have started while the log is processed.
+        # Called by a thread that looks for hangs, also while `add_up` itself does not end.
         self.add_up(wait=False)
         return self._running.action
 
@@ -189,6 +191,16 @@ class Clock:
             if timer.calls or timer.seconds
         }
 
+    @property
+    def collections(self) -> dict[Action, Cost]:
+        """Seconds and number of collections, with ``gc`` as stage.
+
+        The name is that of the action in which they began, and the category its category in the
+        view of training.
+        """
+        self.add_up()
+        return self._collections
+
     def timer(self, category: str, name: str) -> Timer:
         """Return the timer of an action in the current stage; create it if needed."""
         action = Action(self.stage, category, name)
@@ -209,6 +221,7 @@ class Clock:
 
     def stop(self) -> None:
         """Stop recording; spans that are still open have no effect."""
+        self._gc.close()
         self.add_up()
         self.thread = None
 
@@ -224,27 +237,40 @@ class Clock:
             return
         # Entered itself: after a call of `acquire`, a signal's handler may raise.
         with self._adding:
+            collections = self._gc.ended()  # first: then the log has what came before them
             count = len(self.log)
-            events = self.log[:count]
+            events: list[Any] = self.log[:count]
             del self.log[:count]
-            running, mark, opened, batch = self._running, self._mark, self._open, self.batch
-            items: Any = iter(events)
-            for now, what, entered in zip(items, items, items, strict=True):
-                running.seconds += now - mark
-                mark = now
-                if entered:
-                    running = what.timer if what.own_timer else what.find_timer()
-                    running.calls += 1
-                    opened.append((what, running, now))
-                elif entered is None:
-                    running = what
-                else:
-                    if opened[-1][0] is what or self._unwind(what):
-                        if what is batch:
-                            self._batches += now - opened[-1][2]
-                        del opened[-1]
-                    running = opened[-1][1]
-            self._running, self._mark = running, mark
+            times, done = events[::3], 0
+            for began, seconds in collections:
+                before = bisect(times, began, done)
+                self._process(events[3 * done : 3 * before])
+                done = before
+                action = self._running.action
+                key = Action("gc", action.category_in("train"), action.name)
+                earlier, calls = self._collections.get(key, (0.0, 0))
+                self._collections[key] = Cost(earlier + seconds, calls + 1)
+            self._process(events[3 * done :])
+
+    def _process(self, events: list[Any]) -> None:
+        running, mark, opened, batch = self._running, self._mark, self._open, self.batch
+        items: Any = iter(events)
+        for now, what, entered in zip(items, items, items, strict=True):
+            running.seconds += now - mark
+            mark = now
+            if entered:
+                running = what.timer
+                running.calls += 1
+                opened.append((what, running, now))
+            elif entered is None:
+                running = what
+            else:
+                if opened[-1][0] is what or self._unwind(what):
+                    if what is batch:
+                        self._batches += now - opened[-1][2]
+                    del opened[-1]
+                running = opened[-1][1]
+        self._running, self._mark = running, mark
 
     def _unwind(self, span: Span) -> bool:
         """Close the spans inside a span that an exception left open; False if it is not open."""
@@ -278,49 +304,55 @@ def waited_for_cpu() -> float | None:
     return waiting and waiting.seconds
 
 
-class GcTimer:
-    """Times collections while it is open.
+def collection_callback(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function for ``gc.callbacks`` that calls a C function with the phase.
 
-    Args:
-        clock: Knows what the training thread does; without the clock, the timer closes itself.
+    It runs C code alone: in Python code, the handler of a signal may raise, and Python drops what
+    is raised in a collection.
+    """
+    return property(function).__get__  # called with an object and its class, it ignores the latter
+
+
+class GcTimer:
+    """Records collections until it is closed or dropped. It holds their times, nothing of a run.
 
     Example:
-        >>> clock = Clock()
-        >>> timer = GcTimer(clock)
-        >>> timer.open()
+        >>> timer = GcTimer()
         >>> _ = gc.collect()
         >>> timer.close()
-        >>> [action.stage for action in timer.costs]
-        ['gc']
+        >>> [(began, seconds)] = timer.ended()
     """
 
-    def __init__(self, clock: Clock) -> None:
-        # Weak, because `gc` keeps the timer of a run whose end was not announced.
-        self._clock = weakref.ref(clock)
-        #: Seconds and collections, with ``gc`` as stage, and the name of the action and its
-        #: category in the view of training.
-        self.costs: dict[Action, Cost] = {}
-        self._began = 0.0
-        self._called = self._collected
+    def __init__(self) -> None:
+        # Phases, each followed by its time; bounded, because processes that the training forks
+        # record and do not read.
+        self._events: deque[str | float] = deque(maxlen=_MOST_EVENTS)
+        self._phase = ""
+        self._began: float | None = None
+        append = self._events.append
+        append_time = partial(next, map(append, iter(perf_counter, None)))
+        callbacks = [collection_callback(append), collection_callback(append_time)]
+        gc.callbacks.extend(callbacks)
+        #: Stop; may be called more than once. The end of a run may not be announced.
+        self.close = weakref.finalize(self, _remove, callbacks)
+        self.close.atexit = False
 
-    def open(self) -> None:
-        """Start."""
-        gc.callbacks.append(self._called)
+    def ended(self) -> list[tuple[float, float]]:
+        """When collections began that have ended since the last call, and their seconds."""
+        found: list[tuple[float, float]] = []
+        for _ in range(len(self._events)):
+            event = self._events.popleft()
+            if isinstance(event, str):
+                self._phase = event
+            elif self._phase == "start":
+                self._began = event
+            elif self._began is not None:
+                found.append((self._began, event - self._began))
+                self._began = None
+        return found
 
-    def close(self) -> None:
-        """Stop; may be called more than once."""
+
+def _remove(callbacks: list[Callable[..., object]]) -> None:
+    for each in callbacks:
         with suppress(ValueError):
-            gc.callbacks.remove(self._called)
-
-    def _collected(self, phase: str, _: Mapping[str, int]) -> None:
-        if phase == "start":
-            self._began = perf_counter()
-            return
-        spent = perf_counter() - self._began
-        if (clock := self._clock()) is None:
-            self.close()
-            return
-        action = clock.running
-        key = Action("gc", action.category_in("train"), action.name)
-        seconds, calls = self.costs.get(key, (0.0, 0))
-        self.costs[key] = Cost(seconds + spent, calls + 1)
+            gc.callbacks.remove(each)

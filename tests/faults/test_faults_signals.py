@@ -6,6 +6,7 @@ A moment is a number of Python's calls, so that it is the same in each run. Set
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import pytest
 from helpers.faults import Ended, ForkServer, Planted, raises
 from helpers.small import Records, Small, trainer
 
-from lightning_perf import Profiler, always_on
+from lightning_perf import Diagnosis, Profiler, always_on
 from lightning_perf.extend import Names, Recorded, Recording
 from lightning_perf.tracking.summary import read_summary
 
@@ -174,6 +175,40 @@ def test_the_exit_codes_are_those_of_lightning_alone(
     """The codes that the tests expect are right without us."""
     for name in ("SIGINT", "SIGTERM"):
         sweep(fork_server, tmp_path / name, SIGNALS[name], MOMENTS // 2, False)
+
+
+class Collects(Small):
+    """Collects many objects, for longer than a timer takes to send a signal."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            gc.disable()
+            kept = [[None] for _ in range(2_000_000)]
+            signal.signal(signal.SIGPROF, signal.default_int_handler)
+            began = time.process_time()
+            signal.setitimer(signal.ITIMER_PROF, 0.01)
+            try:
+                gc.collect()
+            finally:
+                Path("seconds").write_text(str(time.process_time() - began))
+                kept.clear()
+        return super().training_step(batch, batch_idx)
+
+
+def train_collecting(with_ours: bool) -> None:
+    ours = [Diagnosis(terminal=False)] if with_ours else []
+    trainer(Path("out"), *ours).fit(Collects())
+
+
+@pytest.mark.parametrize("with_ours", [False, True])
+def test_a_signal_during_a_collection_stops_the_training(
+    fork_server: ForkServer, tmp_path: Path, with_ours: bool
+) -> None:
+    """What its handler raises is not dropped, as it would be in a Python callback of `gc`."""
+    ended = fork_server.run(tmp_path, train_collecting, with_ours)
+    assert float((tmp_path / "seconds").read_text()) > 0.03  # the signal came in the collection
+    assert ended.code == 1, ended.stderr  # Lightning's after KeyboardInterrupt
+    assert "Exception ignored" not in ended.stderr
 
 
 class Late(L.Callback):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -374,6 +377,82 @@ def test_unbalanced_spans_are_unwound() -> None:
         inner.__enter__()
     stray.__exit__()
     assert watch.running == Action("", "other", "loop") == watch.innermost.action
+
+
+def seconds_of(watch: clock.Clock) -> float:
+    return sum(cost.seconds for cost in watch.costs.values())
+
+
+def collected(watch: clock.Clock) -> dict[tuple[str, str], int]:
+    return {(each.category, each.name): calls for each, (_, calls) in watch.collections.items()}
+
+
+@pytest.fixture
+def _no_collections() -> Iterator[None]:
+    """Only those that a test asks for."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collections")
+def test_a_collection_belongs_to_the_action_in_which_it_began() -> None:
+    """Also if the log is read much later, in another stage."""
+    watch = clock.Clock()
+    outer = clock.Span(watch, ("forward", "out"), "")
+    inner = clock.Span(watch, ("to_device", "in"), "")
+    watch.begin("train")
+    gc.collect()
+    with outer:
+        gc.collect()
+        with inner:
+            gc.collect()
+            gc.collect()
+        gc.collect()
+        watch.run("backward", "wait")
+        gc.collect()
+    watch.begin("validate")
+    with inner:
+        gc.collect()
+    assert collected(watch) == {
+        ("other", "loop"): 1, ("forward", "out"): 2, ("to_device", "in"): 2,
+        ("backward", "wait"): 1, ("validation", "in"): 1,
+    }  # fmt: skip
+    watch.stop()
+    gc.collect()
+    assert sum(collected(watch).values()) == 7
+    assert 0 < sum(cost.seconds for cost in watch.collections.values()) < seconds_of(watch)
+
+
+@pytest.mark.usefixtures("_no_collections")
+def test_collections_are_bounded_and_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest are kept while nobody reads them; `gc` has no callback of a dropped clock."""
+    monkeypatch.setattr(clock, "_MOST_EVENTS", 4 * 3)
+    before = list(gc.callbacks)
+    watch = clock.Clock()
+    for _ in range(5):
+        gc.collect(0)
+    assert collected(watch) == {("other", "loop"): 3}
+    with clock.Span(watch, ("forward", "step"), ""):  # the log refers to the clock
+        held = weakref.ref(watch)
+    del watch
+    gc.collect()
+    assert held() is None
+    assert gc.callbacks == before
+
+
+@pytest.mark.usefixtures("_no_collections")
+def test_half_a_collection_is_not_counted() -> None:
+    """A clock that starts or stops within a collection has its end or its start alone."""
+    watch = clock.Clock()
+    phase, time = gc.callbacks[-2:]
+    for call in (phase, time):
+        call("stop", {})
+    gc.collect(0)
+    for call in (phase, time):
+        call("start", {})
+    assert collected(watch) == {("other", "loop"): 1}
+    assert watch.collections[Action("gc", "other", "loop")].seconds < seconds_of(watch)
 
 
 class Owner:
