@@ -100,11 +100,12 @@ class SpeedMonitor(WindowCallback):
         self._validated = 0.0
         # Where the training began, and its batches before the last validation inside of it.
         self._start: Timestamp | None = None
+        self._batches_per_step: int | None = None
         self._validated_at = 0
 
     @override
     def prepare(self, context: Run) -> None:
-        self._reported, self._start = set(), None
+        self._reported, self._start, self._batches_per_step = set(), None, None
         context.require_flops(self.gpu_flops_available, "gpu_flops_available")
         self._prefix = context.offer_rolling(self.window_size)
         self.columns = (
@@ -158,6 +159,9 @@ class SpeedMonitor(WindowCallback):
         if due and self._start is not None and self._context is not None:
             spent, timed = (window.own(f"{self._prefix}/batch/{n}") for n in ("seconds", "count"))
             limits, left = self._context.limits, inf  # those of the current epoch
+            known, self._batches_per_step = self._batches_per_step, limits.batches_per_step
+            if known not in (None, self._batches_per_step):
+                self._start = window.last
             if window.since_start("batch/count") > 0:
                 validated = self._validated_at, validation
                 left = limits.seconds_left(self._start, window.last, spent / timed, validated)

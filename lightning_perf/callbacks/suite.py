@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 #: Composer, fkat and Determined know them.
 _LEFT_OUT = {
     "SpeedMonitor": (
-        "throughput/device/batches_per_sec", "throughput/device/samples_per_sec",
-        "throughput/device/tokens_per_sec", "throughput/flops_per_sec", "time/train",
+        "/throughput/device/batches_per_sec", "/throughput/device/samples_per_sec",
+        "/throughput/device/tokens_per_sec", "/throughput/flops_per_sec", "/time/train",
     ),
     "Flops": (
-        "actual_batches_per_sec", "max_batches_per_sec", "tflops_per_device", "total_flops",
-        "tracked_operations",
+        "/actual_batches_per_sec", "/max_batches_per_sec", "/tflops_per_device", "/total_flops",
+        "/tracked_operations",
     ),
-    "Timings": ("timings/train_batch",),
+    "Timings": ("/timings/train_batch",),
     "SystemMetrics": (
         "/cpu_util_max", "/disk_iops", "/disk_throughput_read", "/disk_throughput_write",
         "/net_throughput_recv", "/net_throughput_sent", "/process_rss", "/swap_used",
-        "memory/peak_rss",
+        "/memory/peak_rss",
     ),
 }  # fmt: skip
 
@@ -131,7 +131,7 @@ class Suite(PerfCallback):
             if isinstance(part, WindowCallback):
                 part.left_out = _LEFT_OUT.get(kind, ()) if self.keys == "short" else ()
                 if part.left_out and kind == "SpeedMonitor" and "Flops" in kinds:  # which logs mfu
-                    part.left_out += ("throughput/device/mfu",)
+                    part.left_out += ("/throughput/device/mfu",)
         if self.data_parallel_size is not None:
             context.share_batches(self.data_parallel_size)
 

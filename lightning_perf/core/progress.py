@@ -175,8 +175,8 @@ class Limits:
         """Return the estimated seconds until the first limit; infinity without one.
 
         Args:
-            start: Where this run began, maybe from a checkpoint: the batches since then show how
-                many make a step.
+            start: Where this run began, maybe from a checkpoint, or accumulated gradients of
+                another number of batches: the batches since then show how many make a step.
             now: The present progress.
             pace: Seconds per batch.
             validated: The batches before the last validation inside of fit, and the seconds of all
@@ -193,9 +193,10 @@ class Limits:
 
     def _batches_left(self, start: Timestamp, now: Timestamp) -> float:
         left, batches, steps = inf, now.batch - start.batch, now.step - start.step
-        if self.max_steps and steps > 0:
+        if self.max_steps and (steps > 0 or not batches):
             # Measured steps per batch: covers gradient accumulation and several optimizers.
-            left = (self.max_steps - now.step) * batches / steps
+            each = batches / steps if batches else self.batches_per_step
+            left = (self.max_steps - now.step) * each
         if self.max_epochs:
             each = self._batches_per_epoch(start, now)
             left = min(left, (self.max_epochs - now.epoch) * each - now.batch_in_epoch)

@@ -69,6 +69,11 @@ class Counts:
         return sum(self.untracked_names.values())
 
     @property
+    def flops(self) -> tuple[Mapping[str, int], ...]:
+        """All that is equal for batches of equal cost."""
+        return self.model, self.hardware, self.hidden
+
+    @property
     def model_flops(self) -> int:
         """FLOPs of all dtypes, without recomputation."""
         return sum(self.model.values())

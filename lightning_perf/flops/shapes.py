@@ -281,7 +281,7 @@ def _agree(one: Counts, other: Counts) -> bool:
     """Whether two counts differ by the tolerance at most, in each dtype."""
     return all(
         isclose(mine.get(dtype, 0), others.get(dtype, 0), rel_tol=_TOLERANCE)
-        for mine, others in ((one.model, other.model), (one.hardware, other.hardware))
+        for mine, others in zip(one.flops, other.flops, strict=True)
         for dtype in {*mine, *others}
     )
 
@@ -378,8 +378,10 @@ class FlopCache:
     _counted: int = 0
     # First batches of epochs that were counted since the last change.
     _firsts: int = 0
-    # The batch after which one of a counted signature is counted again.
+    # The batch after which one of a counted signature is counted again, and the one that was due
+    # before `check` asked for another.
     _due: int = 0
+    _due_later: int = 0
     #: Predictions since the last one that was verified.
     _unverified: int = 0
 
@@ -408,25 +410,31 @@ class FlopCache:
         samples = self._samples.setdefault(signature, [])
         if samples and self._recounting:
             self._recounts += 1
-            self._differ = self._differ or counts.model != samples[0].model
+            self._differ = self._differ or counts.flops != samples[0].flops
             if not self._recounting:
                 self._wait(self._gap)
             elif self._recounts == 1 and not self._differ:
                 self._wait(_PAUSE[self.manual])
         elif samples:
-            self._wait(self._gap)
+            if self._due_later:
+                self._due, self._due_later = self._due_later, 0
+            else:
+                self._wait(self._gap)
             if 2 * len(samples) > self._recounts:
                 return self.counts[signature]
         elif self.predictor is not None:
-            self._unverified = 0
-            predicted = self.predictor.predict(signature)
-            if predicted is not None and not _agree(predicted, counts):
-                self.predictor = None
-                self.costs = {one: self.costs[one] for one in self.costs.keys() & self.counts}
+            self._verify(self.predictor.predict(signature), counts)
         samples.append(counts)
         left_out = min(len(samples) - 1, 2) if signature == next(iter(self._samples)) else 0
         self.counts[signature] = mean(_cycles(samples[left_out:]))
         return self.counts[signature]
+
+    def _verify(self, predicted: Counts | None, counts: Counts) -> None:
+        """Forget the predictions if one is wrong."""
+        self._unverified = 0
+        if predicted is not None and not _agree(predicted, counts):
+            self.predictor = None
+            self.costs = {one: self.costs[one] for one in self.costs.keys() & self.counts}
 
     def first(self, signature: Signature) -> Signature:
         """Return the signature of an epoch's first batch: its own if other batches cost the same.
@@ -434,7 +442,7 @@ class FlopCache:
         Its cost is dropped if it must be counted.
         """
         samples = [] if self.full else self._samples.get(signature, [])
-        if not samples or any(one.model != samples[-1].model for one in samples[1:]):
+        if not samples or any(one.flops != samples[-1].flops for one in samples[1:]):
             return signature
         signature = (*signature, _FIRST)
         allowed = _PER_COUNT * self._counted - _FREE <= self._batches < self._due
@@ -447,7 +455,7 @@ class FlopCache:
         self._firsts += 1
         samples = self._samples.setdefault(signature, [])
         others = self._samples[signature[:-1]]
-        self._at_epoch = all(one.model != counts.model for one in (others[-1], *samples))
+        self._at_epoch = all(one.flops != counts.flops for one in (others[-1], *samples))
         if self._at_epoch:
             self._wait(0)
         samples.append(counts)
@@ -465,6 +473,12 @@ class FlopCache:
         self._differ = True
         self._wait(0)
 
+    def check(self) -> None:
+        """Count one of the next batches, besides those that are due: costs may have changed."""
+        if not self._recounting:
+            self._due_later = max(self._due, self._batches + 1)
+            self._wait(0)
+
     @property
     def _recounting(self) -> bool:
         """Whether more batches are counted again; of work that changes all the time, one is."""
@@ -473,14 +487,15 @@ class FlopCache:
 
     def _expected(self, samples: Sequence[Counts], counts: Counts) -> bool:
         """Whether the cost of a checked batch has not changed: the next check may be later."""
-        costs = [one.model_flops for one in samples]
+        *costs, cost = (one.model_flops + one.hardware_flops for one in (*samples, counts))
         # Costs that never repeat differ at random, unless they only grow or only fall.
-        unique = len({*costs}) == len(costs) and min(costs) < counts.model_flops < max(costs)
+        unique = len({*costs}) == len(costs) and min(costs) < cost < max(costs)
         few = self._differ and 2 * len(samples) <= self._recounts
-        if not (unique or few or any(counts.model == sample.model for sample in samples)):
+        if not (unique or few or any(counts.flops == sample.flops for sample in samples)):
             return False
-        self._changes *= self._at_epoch
-        self._gap = min(2 * self._gap, _CHECKED_EVERY[self.manual])
+        if not self._due_later:
+            self._changes *= self._at_epoch
+            self._gap = min(2 * self._gap, _CHECKED_EVERY[self.manual])
         return True
 
     def _wait(self, batches: int) -> None:
@@ -492,7 +507,8 @@ class FlopCache:
         for known in (self.counts, self.costs, self._samples):
             known.clear()
         self.predictor, self.fitted_at = None, 0
-        self._due, self._recounts, self._firsts, self._differ = 0, 0, 0, False
+        self._due = self._due_later = self._recounts = self._firsts = 0
+        self._differ = False
         self._changes, self._gap = self._changes + 1, _CHECKED_AFTER
 
     def predict(self, signature: Signature) -> Counts | None:
@@ -518,7 +534,7 @@ class FlopCache:
 
 def _cycles(samples: Sequence[Counts]) -> Sequence[Counts]:
     """Counts without the last ones that do not complete a cycle, if they repeat."""
-    kinds = [(counts.model, counts.hardware) for counts in samples]
+    kinds = [counts.flops for counts in samples]
     length = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
     return samples[: len(samples) // length * length]
 

@@ -25,6 +25,8 @@ MOST_RECORDS = 1000
 #: Latest timed batches whose steps say how long a step usually takes, and how many times the median
 #: one of them counts at most: a recompilation is not usual.
 _USUAL, _OUTLIER = 100, 4
+#: Latest steps that show whether batches take another time, by a ratio.
+_LATEST, _CHANGED = 20, 1.4
 #: Seconds that the end of a run waits for the device to complete its last batches.
 DEVICE_TIMEOUT = 10.0
 
@@ -139,6 +141,8 @@ class _Stage:
         self.edges = deque([Sums()], maxlen=size + 1)
         #: Seconds of the latest steps.
         self.steps: deque[float] = deque(maxlen=_USUAL)
+        #: Their median before the last change.
+        self.median = 0.0
         #: Batches that were slowed down before any step was timed.
         self.slowed: deque[BatchRecord] = deque(maxlen=MOST_RECORDS)
         self.records: list[BatchRecord] = []
@@ -149,14 +153,20 @@ class _Stage:
 class BatchTotals:
     """The signal of batches: collects one record per batch and folds them at reports.
 
-    Where the device has a clock of its own, a timer times batches there.
+    Where the device has a clock of its own, a timer times batches there. ``on_change`` is called
+    with a stage whose steps take another time than before.
     """
 
     columns = (*TIMED, *KNOWN, *LAST)
     gauges = frozenset(LAST)
 
-    def __init__(self, timer: DeviceTimer | None = None, sharing: int = 1) -> None:
-        self.timer, self.sharing = timer, sharing
+    def __init__(
+        self,
+        timer: DeviceTimer | None = None,
+        sharing: int = 1,
+        on_change: Callable[[str], None] | None = None,
+    ) -> None:
+        self.timer, self.sharing, self._on_change = timer, sharing, on_change
         self._rolling = 0
         #: The totals of each stage.
         self.stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
@@ -203,6 +213,8 @@ class BatchTotals:
             for listener in self.listeners:
                 listener(stage, records)
             _add(totals, records)
+            if self._on_change and _changed(totals):
+                self._on_change(stage)
 
     def end_stage(self, stage: str) -> None:
         """Drop batches of a stage that the device has not finished by its end."""
@@ -273,6 +285,17 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
             step = _usual(stage.steps) if step is None else step
             seconds = max(_without_counting(record, step), 0.0)
         stage.edges.append(stage.edges[-1].plus(record, seconds))
+
+
+def _changed(stage: _Stage) -> bool:
+    """Whether the latest steps take longer than the earlier ones, or shorter."""
+    latest, before = np.array(stage.steps)[-_LATEST:], stage.median
+    if len(latest) < _LATEST:
+        return False
+    now = float(np.median(latest))
+    same = before / _CHANGED <= now <= before * _CHANGED
+    stage.median = before if same else now
+    return bool(before) and not same
 
 
 def _usual(steps: Collection[float]) -> float:

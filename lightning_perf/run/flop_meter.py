@@ -44,7 +44,7 @@ _STEPS = {
 }
 #: Training batches without FLOPs, or that were skipped, that are counted before the first others.
 _TRIES = 8
-#: Seconds that torch takes at most to have a counter called for one operator (measured: 15 to 45 µs).
+#: Seconds that torch takes at most to call a counter for one operator (measured: 15 to 45 µs).
 _CALL = 1e-4
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
@@ -143,6 +143,11 @@ class FlopMeter:
         self._stage = ""
         self._stop_counting()
         self._steps.restore()
+
+    def check(self, stage: str) -> None:
+        """Count one of the next batches of a stage: they take another time."""
+        if stage == self._stage and self._cache is not None:
+            self._cache.check()
 
     def on_step(self, stage: str, arguments: Sequence[Any], loader: int | None) -> None:
         """A step starts; a batch has several if its step has several closures. Never raises.

@@ -79,7 +79,7 @@ class Run:
         timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
         self.stages = StageStack(self.progress, self.ranks, self.run_name, timer)
         self.spans = Spans(trainer, module, timer)
-        self.batches = BatchTotals(timer)
+        self.batches = BatchTotals(timer, on_change=self.meter.check)
         self.share_batches(compat.data_parallel_size(trainer))
         self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
         #: The processes of the other ranks on this node, by rank.

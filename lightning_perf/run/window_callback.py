@@ -215,6 +215,6 @@ class WindowCallback(PerfCallback):
             self._context.leave_out(
                 key
                 for key in metrics
-                if key.endswith(self.left_out) or (nested and not key.endswith(_NESTED))
+                if f"/{key}".endswith(self.left_out) or (nested and not key.endswith(_NESTED))
             )
         return metrics

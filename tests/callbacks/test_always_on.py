@@ -85,6 +85,7 @@ def test_loggers_get_each_meaning_once(tmp_path: Path) -> None:
     validation = {key for key in found["short"] if key.startswith("validate/")}
     assert len(found["short"] - validation) <= 30
     assert {"mfu", "throughput/samples_per_sec", "system/node_0/cpu_util_simple"} <= found["short"]
+    assert "untracked_operations" in found["short"]  # without it, mfu seems complete
     assert {"validate/mfu", "validate/throughput/batches_per_sec"} < validation
     assert len(validation) <= 6
     assert found["short"] < found["all"]

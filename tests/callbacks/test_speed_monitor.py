@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_perf import ConfigError, Flops, PerfWarning, SpeedMonitor
@@ -211,6 +213,68 @@ def test_a_rolling_window_keeps_only_its_latest_batches() -> None:
     assert found["rolling_2/flops/model"] == 16
     whole = dict(zip(batches.columns, batches.totals("train"), strict=True))
     assert (whole["batch/count"], whole["flops/known_batches"]) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("counting", "seconds"),
+    [(None, 2.5), ((4.0, 5.0), 2.5), ((0.5, 2.0), 5.75), ((6.0, 7.0), 0.5)],
+)
+def test_a_counted_batch_has_its_own_time_where_counting_cannot_explain_it(
+    counting: tuple[float, float] | None, seconds: float
+) -> None:
+    """7 s, of which counting took 4 to 5, may be the usual 2.5 s; less or more may not."""
+    batches = BatchTotals()
+    batches.start()
+    for number, (slowed, spent) in enumerate([(False, 9.0), (False, 2.5), (True, 7.0)]):
+        own = counting if slowed else None
+        record = BatchRecord(spent, 4, 0, BatchCost(1.0), slowed, number == 0, False, 0.0, own)
+        batches.end_batch("train", record)
+    batches.fold("train")
+    assert batches.totals("train")[0] == pytest.approx(2.5 + seconds)
+
+
+def test_slow_first_steps_of_epochs_are_in_the_time(tmp_path: Path) -> None:
+    """They are counted, and take longer than counting can explain."""
+
+    class Draws(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            time.sleep(0.6 * (batch_idx == 0))
+            return super().training_step(batch, batch_idx)
+
+    monitor = SpeedMonitor(window_size=100)
+    trainer(tmp_path, monitor, Flops(peak_flops=1e9), max_epochs=4).fit(Draws())
+    assert monitor.metrics["throughput/batches_per_sec"] < (4 * 16 - 1) / (3 * 0.6 * 0.9)
+
+
+def test_changes_of_the_step_time_are_told_once() -> None:
+    """Longer steps may cost more FLOPs, which are counted again then."""
+    told = list[str]()
+    batches = BatchTotals(on_change=told.append)
+    batches.start()
+    for number in range(200):
+        seconds = 1.0 if number < 100 else 2.0
+        batches.end_batch("train", BatchRecord(seconds, 1, 0, None, False, number == 0, False))
+        if number % 10 == 9:
+            batches.fold("train")
+    assert told == ["train"]
+
+
+def test_the_remaining_time_knows_how_many_batches_make_a_step_now(tmp_path: Path) -> None:
+    """After a change from 1 to 4 batches per step, those before it do not count."""
+    monitor = SpeedMonitor(window_size=4)
+    left = {}
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            row = monitor.metrics
+            if {"time/remaining_estimate", "throughput/batches_per_sec"} <= row.keys():
+                seconds = row["time/remaining_estimate"] * 3600
+                left[trainer.global_step] = seconds * row["throughput/batches_per_sec"]
+
+    schedule = GradientAccumulationScheduler({0: 1, 1: 4})
+    options: dict[str, Any] = {"max_epochs": None, "max_steps": 24, "log_every_n_steps": 1}
+    trainer(tmp_path, schedule, monitor, Look(), **options).fit(Small())
+    assert left[20] == pytest.approx(4 * 4)
 
 
 class NewShapes(Small):

@@ -1432,6 +1432,31 @@ def test_more_flops_are_no_slowdown(flops: float, codes: list[str]) -> None:
     assert [each.code for each in found] == codes
 
 
+@pytest.mark.parametrize(("more", "codes"), [(1.0, ["slowdown"]), (1.6, ["healthy"])])
+def test_more_steps_of_the_optimizer_are_no_slowdown(more: float, codes: list[str]) -> None:
+    """After fewer accumulated batches, the optimizer steps more often."""
+    signals = PLANTED["slowdown"][0]
+    each, half = 0.05, WINDOWS // 2
+    calls = [1] * half + [round(1 + more * 10)] * half if more > 1 else [1] * WINDOWS
+    name = Action("train", "optimizer_step", "optimizer_step")
+    costs = [
+        {**window.costs, name: Cost(each * count, count)}
+        for window, count in zip(signals.windows, calls, strict=True)
+    ]
+    found = diagnose(with_costs(signals, costs)).verdicts
+    assert [verdict.code for verdict in found] == codes
+
+
+@pytest.mark.parametrize(("flops", "codes"), [(1.0, ["periodic-stall"]), (8.0, ["healthy"])])
+def test_larger_batches_are_no_stalls(flops: float, codes: list[str]) -> None:
+    """Every 20th batch takes 9 times as long, since it does 8 times the work."""
+    stalled = range(7, STEPS, 20)
+    signals = signals_of({**FINE, "forward": 0.04}, steps=steps(*stalled, extra=0.4))
+    work = np.where(np.isin(np.arange(STEPS), stalled), flops, 1.0)
+    found = diagnose(replace(signals, flops=work)).verdicts
+    assert [verdict.code for verdict in found] == codes
+
+
 @pytest.mark.parametrize(
     "code", ["input-bound", "logger-bound", "checkpoint-bound", "validation-bound"]
 )

@@ -589,6 +589,30 @@ def test_work_that_changes_is_followed_at_a_bounded_cost(
     assert ratio == pytest.approx(1, abs=error)
 
 
+@pytest.mark.parametrize("kind", ["hardware", "hidden"])
+def test_changes_of_recomputation_or_masks_are_followed(kind: str) -> None:
+    """The model's own FLOPs stay the same, those of HFU or of the causal MFU change."""
+    cache, latest = FlopCache(8), {}
+    for batch in range(200):
+        if cache.cost(()) is None:
+            other: dict[str, Any] = {kind: {"float32": 100 if batch < 100 else 125}}
+            latest = getattr(cache.count((), Counts(model={"float32": 100}, **other)), kind)
+            cache.store((), BatchCost())
+    assert latest == {"float32": 125}
+
+
+def test_a_check_counts_one_of_the_next_batches() -> None:
+    """It is asked for when batches take another time than before."""
+    cache, counted = FlopCache(8), []
+    for batch in range(160):
+        if batch == 150:
+            cache.check()
+        if cache.cost(()) is None:
+            counted.append(batch)
+            cache.store((), BatchCost(total=cache.count((), Counts(model={"": 1})).model_flops))
+    assert 150 in counted
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("manual", [False, True])
 def test_closures_count_as_often_as_they_run(tmp_path: Path, compiled: bool, manual: bool) -> None:
