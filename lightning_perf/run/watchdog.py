@@ -17,7 +17,7 @@ from statistics import median_high
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.diagnosis.hang import RankState, culprits, report, sentence
+from lightning_perf.diagnosis.hang import LEFT, RankState, culprits, report, sentence
 from lightning_perf.errors import DAMAGE, describe, warn
 from lightning_perf.files import finite, read_json, write_text
 from lightning_perf.run import compat
@@ -144,7 +144,7 @@ class _Watch:
         self._found = found
         #: Whether the present hang was reported, by this rank or another.
         self.reported = False
-        self._position: object = None
+        self._position: tuple[str, int, object] | None = None
         self._moved = self._looked = time.monotonic()
         # The stage and the category of the present pause, once it is long.
         self._phase = ("", "")
@@ -163,6 +163,8 @@ class _Watch:
         # The states that were sent, and when; when a rank asked so, and when one had reported.
         self._sent: dict[int, tuple[float, RankState]] = {}
         self._called = self._told = -inf
+        # The ranks whose training has ended.
+        self._left: dict[int, RankState] = {}
         # The entry of the present hang, and the states that it is about.
         self._entry: dict[str, Any] | None = None
         self._states: Sequence[RankState] = ()
@@ -201,7 +203,7 @@ class _Watch:
         """Whether something has ended since the last look."""
         return self._now(run) != self._position
 
-    def _now(self, run: Run) -> object:
+    def _now(self, run: Run) -> tuple[str, int, object]:
         return run.stage, run.counters.batch, self._clock.latest
 
     def _progress(self, run: Run, now: float, pause: float) -> None:
@@ -221,6 +223,9 @@ class _Watch:
             self.look(run)
         if self._entry is not None and self.moved(run):
             self._went_on(run, time.monotonic() - self._moved)
+        if run.mail is not None:
+            state = RankState(run.ranks.global_rank, LEFT, host=platform.node(), pid=os.getpid())
+            run.mail.send({"state": state.as_dict()})
         if self._written and not (self._keeps or self._time_of(run, REPORT)):
             for path in self._written:
                 path.unlink(missing_ok=True)
@@ -309,11 +314,23 @@ class _Watch:
 
     def _was_frozen(self, run: Run, pause: float) -> None:
         """No Python ran for long: C code held the GIL, or the process was stopped."""
-        text = self._stacks.late()
-        if run.ranks.global_rank == 0 and self._entry is None:
-            self._save(run, _stacks_of(0), text)
-            state = self._describe(run, self._frames(text), pause)
-            self._report(run, [replace(state, missing=_FROZEN)])
+        text, rank = self._stacks.late(), run.ranks.global_rank
+        if rank or self._entry is not None:
+            return
+        self._save(run, _stacks_of(rank), text)
+        stage, batch, _ = self._position or self._now(run)
+        state = self._describe(run, self._frames(text), pause)
+        # Where it was, and not where it is by now.
+        state = replace(state, stage=stage, batch=batch, category="", name="", missing=_FROZEN)
+        self._receive(run)
+        began = self._time_of(run, _stacks_of(rank)) - pause * 1e9
+        if self._time_of(run, REPORT) < began and self._told < self._looked:
+            self._report(run, [state])
+            return
+        # Another rank has reported it meanwhile; the summary is written by this one.
+        self._found(self._entry_of(state, [state], pause) | {"ended": _clock_time(0.0)})
+        with suppress(Exception):
+            run.refresh_summary()
 
     # -- all ranks --------------------------------------------------------------------------------
 
@@ -353,6 +370,9 @@ class _Watch:
         for rank, content in run.mail.receive() if run.mail else ():
             with suppress(*DAMAGE):
                 state = replace(RankState.of(content["state"]), rank=rank)
+                if state.missing:
+                    self._left[rank] = state
+                    continue
                 self._sent[rank] = now, state
                 called |= content["asks"] is True
                 self._told = now if content["reported"] is True else self._told
@@ -376,7 +396,7 @@ class _Watch:
             return
         self._decides, states, unknown = inf, list[RankState](), False
         for rank, state in enumerate(found):
-            states.append(state or self._missing(run, rank))
+            states.append(state or self._left.get(rank) or self._missing(run, rank))
             unknown |= state is None and states[-1].moves
         pause = time.monotonic() - self._moved
         if any(e.moves for e in found if e) or (unknown and pause < _LONGER * self._after):
@@ -404,16 +424,8 @@ class _Watch:
 
     def _report(self, run: Run, states: Sequence[RankState]) -> None:
         """Report the hang, whose entry in the summary ends when training goes on."""
-        pause, found = time.monotonic() - self._moved, culprits(states)
-        self._entry = {
-            "began": _clock_time(pause),
-            "seconds": round(pause, 1),
-            "stage": run.stage,
-            "batch": run.counters.batch,
-            "ranks": [each.rank for each in found],
-            "phase": found[0].category,
-            "text": sentence(states),
-        }
+        own = next(each for each in states if each.rank == run.ranks.global_rank)
+        self._entry = self._entry_of(own, states, time.monotonic() - self._moved)
         self._states, self.reported = states, True
         self._found(self._entry)
         path = self._publish(run)
@@ -421,6 +433,20 @@ class _Watch:
             self._write_state(run, self._state, reported=True)
         text = f"the training hangs: {self._entry['text']}"
         warn(f"{text}. The stacks of all ranks are in {path}." if path else f"{text}.")
+
+    @staticmethod
+    def _entry_of(own: RankState, states: Sequence[RankState], pause: float) -> dict[str, Any]:
+        """A hang as the summary has it."""
+        found = culprits(states)
+        return {
+            "began": _clock_time(pause),
+            "seconds": round(pause, 1),
+            "stage": own.stage,
+            "batch": own.batch,
+            "ranks": [each.rank for each in found],
+            "phase": found[0].category,
+            "text": sentence(states),
+        }
 
     def _publish(self, run: Run) -> Path | None:
         """Write the report, and the summary and the page with it."""

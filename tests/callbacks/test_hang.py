@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
-import pty
 import os
+import pickle
 import platform
+import pty
 import socket
 import subprocess
 import sys
@@ -57,7 +57,7 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "logger": (Small, {"logger": hanging.BlockedLogger()}, f"({line('socket')})"),
     "GIL, then it goes on": (
         partial(Hangs, partial(hanging.hold_gil, 12)), {},
-        f"({line('gil')}) for 12 s and ran no Python meanwhile: C code held the GIL",
+        f"the training has been in {line('gil')} for 12 s and ran no Python meanwhile: C code held",
     ),
     "collective": (
         partial(Hangs, hanging.barrier), RANKS,
@@ -155,6 +155,39 @@ def test_ranks_without_a_shared_folder_find_each_other(
         (stacks,) = until(lambda: [*tmp_path.glob("1/*/hang/rank1.stacks.txt")])
         assert "in sleep" in stacks.read_text()
     assert not [*tmp_path.glob("1/*/hang/report.md")]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_the_last_to_end_is_named(tmp_path: Path) -> None:
+    """The others have ended as they should, and do not wait for it."""
+
+    class SlowEnd(Small):
+        def on_fit_end(self) -> None:
+            if self.global_rank == 0:
+                hanging.sleep()
+
+    with training(tmp_path, SlowEnd(), **RANKS):
+        text = reported(tmp_path)
+    assert f"**rank 0 has been in set-up or the end ({line('sleep')}) for " in text
+    assert "s.**" in text
+    assert "| 1 | has ended its training |" in text
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_ran_no_python_does_not_replace_the_report(tmp_path: Path) -> None:
+    """Another rank has reported it meanwhile: one warning, and one entry with batch and line."""
+    with training(tmp_path, Hangs(partial(hanging.hold_gil, 14)), **RANKS) as process:
+        process.join()
+        assert process.exitcode == 0
+    text = reported(tmp_path)
+    assert f"rank 0 runs no Python: C code holds the GIL, in {line('gil')}; rank 1 waits" in text
+    assert "# The training stood" in text
+    assert (tmp_path / "output").read_text().count("the training hangs: ") == 1
+    (path,) = tmp_path.glob("*/summary.json")
+    (hang,) = read_summary(path)["hangs"]
+    assert (hang["batch"], hang["ranks"], hang["phase"]) == (hanging.BATCH, [0], "")
+    assert line("gil") in hang["text"]
+    assert hang["ended"]
 
 
 #: A py-spy that shows something, and one that never ends.
