@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_perf.tracking.fleet import FleetRun
+    from lightning_perf.tracking.summary import SummaryError
 
 _HEADINGS = (
     "run", "state", "device hours", "wasted", "MFU", "goodput", "first verdict", "culprit",
@@ -59,7 +60,8 @@ def runs(
     if isinstance(where, Path):
         if experiment is not None:
             raise Failure(f"--experiment is of MLflow, and {where} is a folder")
-        found = fleet.in_folder(where, start, unreadable := [])
+        unreadable: list[SummaryError] = []
+        found = fleet.in_folder(where, start, unreadable)
         if unreadable:
             first = "; ".join(map(str, unreadable[:_MOST_NAMED]))
             more = ", among others" if len(unreadable) > _MOST_NAMED else ""

@@ -97,10 +97,10 @@ LEFT = "has ended its training"
 def culprits(states: Sequence[RankState]) -> list[RankState]:
     """The ranks that the others wait for; all of them if that is not known.
 
-    Ranks that did not answer, unless they have only ended before the others. Else those that are not
-    in a collective while others are. Where all are in one, the rank that is ahead has not joined an
-    earlier one. Without a collective, as while GPUs wait for each other, it is the rank that is not
-    where most are.
+    Ranks that did not answer, unless they have only ended before the others. Else those that are
+    not in a collective while others are. Where all are in one, the rank that is ahead has not
+    joined an earlier one. Without a collective, as while GPUs wait for each other, it is the rank
+    that is not where most are.
     """
     waits = any(each.waits for each in states)
     if silent := [each for each in states if each.missing and (waits or each.missing != LEFT)]:
