@@ -142,7 +142,7 @@ def _with(run: FleetRun, summary: Summary) -> FleetRun:
         known["lost_share"] = max(known["lost_share"], 1 - known["goodput"])
     with suppress(*DAMAGE):
         *_, last = summary["hangs"]
-        if summary["status"] == RUNNING and "ended" not in last:
+        if summary["status"] == RUNNING and run.state != "killed" and "ended" not in last:
             known["state"] = _short(f"hanging since {last['began']}")
     return replace(run, **known)
 

@@ -276,7 +276,7 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: Any) -> None:
     leave("a/b/c/d/e/slow", verdicts=[INPUT])
     leave("a/restarts", 1.0, "stopped by an exception", goodput=goodput(0.5), verdicts=[INPUT])
     leave("silent", 2.0, "running", process={"host": "elsewhere", "pid": 1})
-    leave("killed", 2.0, "running", process={"host": platform.node(), "pid": 2**22 + 1})
+    leave("killed", 2.0, "running", process={"host": platform.node(), "pid": 2**22 + 1}, hangs=HUNG)
     leave("lives", 0.0, "running", process=here, hangs=HUNG)
     leave("old", 100.0)
     leave("mlruns/copy")
