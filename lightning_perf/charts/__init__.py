@@ -17,6 +17,8 @@ from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any, TypeAlias
 from zlib import crc32
 
+from lightning_perf.errors import printable
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -295,6 +297,11 @@ def template(name: str = "page.html.jinja") -> Template:
     """A template of this package; the first call imports jinja2, which takes some 50 ms."""
     from jinja2 import Environment
 
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    def finalize(value: Any) -> Any:
+        return printable(value) if type(value) is str else value  # others are HTML of ours
+
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=finalize
+    )
     environment.filters["percent"] = lambda share, digits=1: f"{share:.{digits}%}"
     return environment.from_string(_asset(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,17 +12,20 @@ from lightning_perf.checks import amount
 from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.errors import without_credentials
 from lightning_perf.files import write_text
-from lightning_perf.terminal import new_console
+from lightning_perf.terminal import new_console, say
 from lightning_perf.units import counted, three_digits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from lightning_perf.tracking.fleet import FleetRun
+    from lightning_perf.tracking.summary import SummaryError
 
 _HEADINGS = (
     "run", "state", "device hours", "wasted", "MFU", "goodput", "first verdict", "culprit",
 )  # fmt: skip
+#: Summaries that are named if they cannot be read.
+_MOST_NAMED = 3
 
 
 def runs(
@@ -56,7 +60,13 @@ def runs(
     if isinstance(where, Path):
         if experiment is not None:
             raise Failure(f"--experiment is of MLflow, and {where} is a folder")
-        found = fleet.in_folder(where, start)
+        unreadable: list[SummaryError] = []
+        found = fleet.in_folder(where, start, unreadable)
+        if unreadable:
+            first = "; ".join(map(str, unreadable[:_MOST_NAMED]))
+            more = ", among others" if len(unreadable) > _MOST_NAMED else ""
+            left = counted(len(unreadable), "file")
+            say(f"left out {left} that cannot be read as a summary: {first}{more}", file=sys.stderr)
         shown, count = found[:limit], len(found)
     else:
         shown, count = fleet.in_mlflow(where, experiment, start, limit)

@@ -90,15 +90,22 @@ _WAITS = ("DistributedDataParallel.gradients", "DistributedDataParallel.buffers"
 _NAMED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 
 
+#: `RankState.missing` of a rank whose training has ended as it should.
+LEFT = "has ended its training"
+
+
 def culprits(states: Sequence[RankState]) -> list[RankState]:
     """The ranks that the others wait for; all of them if that is not known.
 
-    Ranks that did not answer, else those that are not in a collective while others are. Where all
-    are in one, the rank that is ahead has not joined an earlier one. Without a collective, as while
-    GPUs wait for each other, it is the rank that is not where most are.
+    Ranks that did not answer, unless they have only ended before the others. Else those that are
+    not in a collective while others are. Where all are in one, the rank that is ahead has not
+    joined an earlier one. Without a collective, as while GPUs wait for each other, it is the rank
+    that is not where most are.
     """
-    if silent := [each for each in states if each.missing]:
+    waits = any(each.waits for each in states)
+    if silent := [each for each in states if each.missing and (waits or each.missing != LEFT)]:
         return silent
+    states = [each for each in states if not each.missing]
     free = [each for each in states if not each.waits]
     if 0 < len(free) < len(states):
         return free
@@ -133,7 +140,7 @@ def sentence(states: Sequence[RankState]) -> str:
         'rank 0 has been in dataloader_next for 31 s; rank 1 waits for it in reduce_metrics compute'
     """
     found = culprits(states)
-    others = [each for each in states if each not in found]
+    others = [each for each in states if each not in found and not each.missing]
     parts = [_culprit(group, len(states)) for group in _alike(found)]
     it = "it" if len(found) == 1 else "them"
     for group in _alike(others):
@@ -148,12 +155,11 @@ def sentence(states: Sequence[RankState]) -> str:
 def _culprit(group: Sequence[RankState], ranks: int) -> str:
     first, name = group[0], ranks_text(group) if ranks > 1 else "the training"
     have = "has" if len(group) == 1 else "have"
-    if first.missing and not first.category:
+    if first.missing and not first.category and not first.place:
         return f"{name} {first.missing}"
     missing = f" and {first.missing}" if first.missing else ""
-    return (
-        f"{name} {have} been in {first.phase}{_where(first)} for {_longest(group):,.0f} s{missing}"
-    )
+    where = f"{first.phase}{_where(first)}" if first.category or not missing else first.place
+    return f"{name} {have} been in {where} for {_longest(group):,.0f} s{missing}"
 
 
 def _where(state: RankState) -> str:

@@ -26,11 +26,10 @@ from lightning_perf.traces.names import safe
 from lightning_perf.tracking.summary import RUNNING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lightning_perf.background import Worker
     from lightning_perf.core.progress import Ranks
     from lightning_perf.run.destination import Reporting
+    from lightning_perf.run.profiler import Spans
     from lightning_perf.run.stages import Progress
     from lightning_perf.run.windows import Windows
     from lightning_perf.traces.writer import RunFolder
@@ -60,6 +59,7 @@ class Trained(Protocol):
     reporting: Reporting
     windows: Windows
     file_worker: Worker
+    spans: Spans
 
     @property
     def stage(self) -> str:
@@ -89,8 +89,6 @@ class AttemptLog:
         self._first_step, self._validated = 0, 0.0
         # This attempt, at its end.
         self._ended: Attempt | None = None
-        # Seconds of checkpoints: in validation, and all.
-        self._checkpoints = 0.0, 0.0
         # The step and the training seconds of checkpoints, and their number.
         self._saved: deque[tuple[int, float]] = deque(maxlen=_MOST_CHECKPOINTS)
         self._saves = 0
@@ -169,17 +167,10 @@ class AttemptLog:
 
     # -- on any thread ----------------------------------------------------------------------------
 
-    def goodput(self, run: Trained, status: str, timings: Mapping[str, float]) -> dict[str, Any]:
-        """The goodput of the job so far, and write the file; empty if no training has begun.
-
-        ``timings`` are the seconds of the training by category, if they are measured.
-        """
+    def goodput(self, run: Trained, status: str) -> dict[str, Any]:
+        """The goodput of the job so far, and write the file; empty if no training has begun."""
         if not self._same or self._ended is not None:  # the last live summary comes after the end
             return {}
-        if spent := timings.get("checkpoint", 0.0):
-            # Those that validation writes are part of it, and no training seconds.
-            evaluation = run.progress.validation_seconds - self._validated
-            self._checkpoints = min(max(evaluation - timings["validation"], 0.0), spent), spent
         own = self._attempt(run, status)
         if status != RUNNING:
             self._ended = own
@@ -190,7 +181,10 @@ class AttemptLog:
         counters = run.progress.stages["train"]
         training = status != FINISHED and run.stage == "train"
         evaluation = run.progress.validation_seconds - self._validated
-        within, checkpoints = self._checkpoints
+        recorder = run.spans.recorder
+        spent = {} if recorder is None else recorder.clock.seconds_of("checkpoint")
+        # Those that validation writes are part of it, and no training seconds.
+        within, checkpoints = spent.get("validate", 0.0), sum(spent.values())
         return Attempt(
             **self._same, status=status, seen=time.time(),  # noqa: TID251
             last=counters.total_wct, stalls=self._stalls,

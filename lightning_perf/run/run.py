@@ -16,6 +16,7 @@ from lightning_perf.run.attempts import AttemptLog
 from lightning_perf.run.batches import BatchTotals
 from lightning_perf.run.destination import Reporting
 from lightning_perf.run.flop_meter import FlopMeter
+from lightning_perf.run.mailbox import Mailbox
 from lightning_perf.run.profiler import Spans
 from lightning_perf.run.signals import (
     GPU_COLUMNS,
@@ -84,6 +85,8 @@ class Run:
         self.windows = Windows(trainer, self.stages, self.batches, self.spans, self.log)
         #: The processes of the other ranks on this node, by rank.
         self.processes: dict[int, int] = {}
+        #: Messages to the other ranks; None without any.
+        self.mail: Mailbox | None = None
         self.windows.sources = self._sources()
         self.require_flops, self.require_times = self.meter.require, self.spans.require
         #: Deliver windows of some columns to a callback, and what is kept of them.
@@ -246,10 +249,13 @@ class Run:
             # Nodes may differ, but all ranks must have the same columns. They agree now, because a
             # callback may fail on one rank before it subscribes.
             gatherer = self.windows.gatherer
-            table = gatherer.exchange([gpus(), node, os.getpid()])
-            slots = max(count for count, _, _ in table)
+            self.mail = Mailbox(self.trainer.num_nodes)
+            self.reporting.closing.append(self.mail.close)
+            table = gatherer.exchange([gpus(), node, os.getpid(), *self.mail.address])
+            self.mail.connect(self.ranks.global_rank, [address for _, _, _, *address in table])
+            slots = max(count for count, *_ in table)
             self.processes = {
-                rank: int(pid) for rank, (_, its_node, pid) in enumerate(table) if its_node == node
+                rank: int(pid) for rank, (_, its, pid, *_) in enumerate(table) if its == node
             }
             gatherer.width += slots * GPU_COLUMNS
             gpus = partial(int, slots)

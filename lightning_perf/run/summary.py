@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lightning_perf.core.cost import cost_of, priced
+from lightning_perf.core.goodput import FINISHED
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import ConfigError, describe, warn
@@ -353,9 +354,11 @@ def _file(context: Run, folder: Path) -> tuple[Path, Summary | None]:
     if (own := _FILES.get(trainer)) in found:
         return own, found[own]
     in_mlflow = context.reporting.tags is not None  # then the folder is of one run id
-    named = destination.named_run()  # by the user, who says so that it continues
-    if trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow or named:
+    continues = trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow
+    if continues or destination.named_run():
         for path, summary in reversed(found.items()):
+            if not continues and summary["status"] == FINISHED:
+                break  # the user has named another run so
             if not _is_held(path, summary):
                 return path, summary
     paths = (folder / numbered(FILE_NAME, number) for number in count(1))
@@ -391,7 +394,7 @@ def _job(context: Run, content: Mapping[str, Any], stage: str, windows: _Windows
     """The goodput of the job, if this is a fit, and what the stage costs."""
     whole = main_stage(content)[1].get("whole_run", {})
     times = whole.get("timings", {})
-    sections = {"goodput": context.attempt.goodput(context, content["status"], times)}
+    sections = {"goodput": context.attempt.goodput(context, content["status"])}
     if seconds := sum(times.values()) or whole.get("seconds", 0.0):
         kind, devices = compat.devices_of(context.trainer)
         verdicts = content.get("verdicts", ())

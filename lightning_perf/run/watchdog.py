@@ -17,7 +17,7 @@ from statistics import median_high
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.diagnosis.hang import RankState, culprits, report, sentence
+from lightning_perf.diagnosis.hang import LEFT, RankState, culprits, report, sentence
 from lightning_perf.errors import DAMAGE, describe, warn
 from lightning_perf.files import finite, read_json, write_text
 from lightning_perf.run import compat
@@ -63,6 +63,8 @@ FOLDER, _ASKED, REPORT = "hang", ".asked", "report.md"
 _SLOW = ("iter", "first fetch")
 #: Seconds for the stacks of all child processes.
 _CHILDREN = 30.0
+#: Data loader workers in a message to other ranks.
+_MOST_SENT = 5
 #: What is said of a rank that has not answered, by the state of its process, and of a frozen one.
 _LOST = {
     "stopped": "is stopped (SIGSTOP)", "gone": "has ended", "zombie": "has ended",
@@ -74,7 +76,7 @@ class Watchdog:
     """Watches the training of a run on a thread of its own; costs a step nothing.
 
     Progress is a batch that ends, or a span of the run's clock. Rank 0, or the lowest one that
-    answers, reports what all ranks have written into the run's folder.
+    answers, reports what all ranks have written into the run's folder, or sent if they share none.
 
     Args:
         run: Watched until `close`, or until nothing else refers to it.
@@ -142,7 +144,7 @@ class _Watch:
         self._found = found
         #: Whether the present hang was reported, by this rank or another.
         self.reported = False
-        self._position: object = None
+        self._position: tuple[str, int, object] | None = None
         self._moved = self._looked = time.monotonic()
         # The stage and the category of the present pause, once it is long.
         self._phase = ("", "")
@@ -152,14 +154,22 @@ class _Watch:
         # This rank's state and stacks while it makes no progress, and when all ranks' are read.
         self._state: RankState | None = None
         self._text, self._decides = "", inf
+        # Child processes that have not written their stacks, which py-spy may show later.
+        self._silent: list[int] = []
         # How many limits this pause may last: more while other ranks make progress.
         self._patience = 1.0
         # When a rank asked for the states of all, by the clock of the disk; None before a look.
         self._asked: int | None = None
+        # The states that were sent, and when; when a rank asked so, and when one had reported.
+        self._sent: dict[int, tuple[float, RankState]] = {}
+        self._called = self._told = -inf
+        # The ranks whose training has ended.
+        self._left: dict[int, RankState] = {}
         # The entry of the present hang, and the states that it is about.
         self._entry: dict[str, Any] | None = None
         self._states: Sequence[RankState] = ()
         self._written: set[Path] = set()
+        self._keeps = False  # whether a hang was reported
         stacks.arm(_LONGER * after)  # the GIL may be held before the first look
 
     def look(self, run: Run) -> None:
@@ -184,15 +194,16 @@ class _Watch:
         if self._decides < inf:
             self._decide(run)
         if self.reported and self._text:
-            self._save(run, _stacks_of(run.ranks.global_rank), self._text + _further(run))
-            self._text = ""
+            text = self._text + _further(run, self._silent)
+            self._save(run, _stacks_of(run.ranks.global_rank), text)
+            self._text, self._keeps = "", True
         self._stacks.arm(limit + self._poll)
 
     def moved(self, run: Run) -> bool:
         """Whether something has ended since the last look."""
         return self._now(run) != self._position
 
-    def _now(self, run: Run) -> object:
+    def _now(self, run: Run) -> tuple[str, int, object]:
         return run.stage, run.counters.batch, self._clock.latest
 
     def _progress(self, run: Run, now: float, pause: float) -> None:
@@ -212,7 +223,10 @@ class _Watch:
             self.look(run)
         if self._entry is not None and self.moved(run):
             self._went_on(run, time.monotonic() - self._moved)
-        if self._written and not self._time_of(run, REPORT):
+        if run.mail is not None:
+            state = RankState(run.ranks.global_rank, LEFT, host=platform.node(), pid=os.getpid())
+            run.mail.send({"state": state.as_dict()})
+        if self._written and not (self._keeps or self._time_of(run, REPORT)):
             for path in self._written:
                 path.unlink(missing_ok=True)
             with suppress(OSError):  # other ranks have files there
@@ -263,13 +277,15 @@ class _Watch:
 
     def _workers(self, roles: Mapping[int, str]) -> Iterator[str]:
         """Add the stacks of all child processes; yields what keeps data loader workers busy."""
-        until = time.monotonic() + _CHILDREN
+        until, self._silent = time.monotonic() + _CHILDREN, []
         for pid in children_of(os.getpid()):
             if time.monotonic() > until:
                 self._text += "further child processes were left out\n"
                 return
             dump = dump_of(pid)
             frames = main_thread(dump.text)
+            if not dump.text:
+                self._silent.append(pid)
             role = roles.get(pid) or ("worker" if is_worker(frames) else "")
             title = f"data loader {role}" if role else "child"
             self._text += f"{title}, process {pid}, {dump.state}\n{dump.text}\n"
@@ -298,11 +314,23 @@ class _Watch:
 
     def _was_frozen(self, run: Run, pause: float) -> None:
         """No Python ran for long: C code held the GIL, or the process was stopped."""
-        text = self._stacks.late()
-        if run.ranks.global_rank == 0 and self._entry is None:
-            self._save(run, _stacks_of(0), text)
-            state = self._describe(run, self._frames(text), pause)
-            self._report(run, [replace(state, missing=_FROZEN)])
+        text, rank = self._stacks.late(), run.ranks.global_rank
+        if rank or self._entry is not None:
+            return
+        self._save(run, _stacks_of(rank), text)
+        stage, batch, _ = self._position or self._now(run)
+        state = self._describe(run, self._frames(text), pause)
+        # Where it was, and not where it is by now.
+        state = replace(state, stage=stage, batch=batch, category="", name="", missing=_FROZEN)
+        self._receive(run)
+        began = self._time_of(run, _stacks_of(rank)) - pause * 1e9
+        if self._time_of(run, REPORT) < began and self._told < self._looked:
+            self._report(run, [state])
+            return
+        # Another rank has reported it meanwhile; the summary is written by this one.
+        self._found(self._entry_of(state, [state], pause) | {"ended": _clock_time(0.0)})
+        with suppress(Exception):
+            run.refresh_summary()
 
     # -- all ranks --------------------------------------------------------------------------------
 
@@ -314,7 +342,10 @@ class _Watch:
     def _ask(self, run: Run) -> None:
         """Ask all ranks for their states, unless another one has just done so."""
         assert self._state is not None  # the caller's condition
-        self._write_state(run, self._state)
+        now = time.monotonic()
+        asks = self._called < now - self._grace
+        self._called = now if asks else self._called
+        self._write_state(run, self._state, asks=asks)
         written = self._time_of(run, f"rank{run.ranks.global_rank}.json")
         if self._time_of(run, _ASKED) < written - self._grace * 1e9:
             self._write(run, _ASKED, "")
@@ -323,14 +354,31 @@ class _Watch:
 
     def _answer(self, run: Run, pause: float, limit: float) -> None:
         """Write this rank's state if a rank has asked since the last look."""
+        called = self._receive(run)
         before, self._asked = self._asked, self._time_of(run, _ASKED)
-        if before is None or before == self._asked:
+        if not called and (before is None or before == self._asked):
             return
         if self._state is not None:
             self._state = replace(self._state, seconds=pause)
             self._write_state(run, self._state)
         elif pause <= limit:  # otherwise its state follows
             self._write_state(run, self._describe(run, (), pause, moves=True))
+
+    def _receive(self, run: Run) -> bool:
+        """Take what other ranks have sent; returns whether one asks for the states of all."""
+        now, called = time.monotonic(), False
+        for rank, content in run.mail.receive() if run.mail else ():
+            with suppress(*DAMAGE):
+                state = replace(RankState.of(content["state"]), rank=rank)
+                if state.missing:
+                    self._left[rank] = state
+                    continue
+                self._sent[rank] = now, state
+                called |= content["asks"] is True
+                self._told = now if content["reported"] is True else self._told
+        if called:
+            self._called = now
+        return called
 
     def _decide(self, run: Run) -> None:
         """Report if no rank makes progress; the first rank that has none does it."""
@@ -339,7 +387,8 @@ class _Watch:
         for rank in range(own):
             its = self._read_state(run, rank)
             if its is not None and not its.moves:
-                self.reported = self._time_of(run, REPORT) >= (self._asked or 0)
+                written = self._time_of(run, REPORT) >= (self._asked or 0)
+                self.reported = written or self._told >= self._called
                 return
         found = [self._read_state(run, rank) for rank in range(run.ranks.world_size)]
         found[own] = self._state
@@ -347,7 +396,7 @@ class _Watch:
             return
         self._decides, states, unknown = inf, list[RankState](), False
         for rank, state in enumerate(found):
-            states.append(state or self._missing(run, rank))
+            states.append(state or self._left.get(rank) or self._missing(run, rank))
             unknown |= state is None and states[-1].moves
         pause = time.monotonic() - self._moved
         if any(e.moves for e in found if e) or (unknown and pause < _LONGER * self._after):
@@ -375,21 +424,29 @@ class _Watch:
 
     def _report(self, run: Run, states: Sequence[RankState]) -> None:
         """Report the hang, whose entry in the summary ends when training goes on."""
-        pause, found = time.monotonic() - self._moved, culprits(states)
-        self._entry = {
+        own = next(each for each in states if each.rank == run.ranks.global_rank)
+        self._entry = self._entry_of(own, states, time.monotonic() - self._moved)
+        self._states, self.reported = states, True
+        self._found(self._entry)
+        path = self._publish(run)
+        if self._state is not None and len(states) > 1:
+            self._write_state(run, self._state, reported=True)
+        text = f"the training hangs: {self._entry['text']}"
+        warn(f"{text}. The stacks of all ranks are in {path}." if path else f"{text}.")
+
+    @staticmethod
+    def _entry_of(own: RankState, states: Sequence[RankState], pause: float) -> dict[str, Any]:
+        """A hang as the summary has it."""
+        found = culprits(states)
+        return {
             "began": _clock_time(pause),
             "seconds": round(pause, 1),
-            "stage": run.stage,
-            "batch": run.counters.batch,
+            "stage": own.stage,
+            "batch": own.batch,
             "ranks": [each.rank for each in found],
             "phase": found[0].category,
             "text": sentence(states),
         }
-        self._states, self.reported = states, True
-        self._found(self._entry)
-        path = self._publish(run)
-        text = f"the training hangs: {self._entry['text']}"
-        warn(f"{text}. The stacks of all ranks are in {path}." if path else f"{text}.")
 
     def _publish(self, run: Run) -> Path | None:
         """Write the report, and the summary and the page with it."""
@@ -408,18 +465,22 @@ class _Watch:
             f"lightning_perf: training goes on after it stood for {pause:,.0f} s."
         )
 
-    def _write_state(self, run: Run, state: RankState) -> None:
+    def _write_state(self, run: Run, state: RankState, **sent: bool) -> None:
+        """Let other ranks know a state; ``sent`` says whether it asks for theirs, or reports."""
         text = json.dumps(finite(state.as_dict()))
         self._write(run, f"rank{run.ranks.global_rank}.json", text)
+        if run.mail is not None:
+            short = replace(state, workers=state.workers[:_MOST_SENT]).as_dict()
+            run.mail.send({"state": short, "asks": False, "reported": False, **sent})
 
     def _read_state(self, run: Run, rank: int) -> RankState | None:
         """What a rank has answered; None if it has not."""
         name = f"rank{rank}.json"
-        if self._time_of(run, name) < max(self._asked or 0, 1):
-            return None
-        with suppress(OSError, *DAMAGE):
-            return RankState.of(read_json(_folder(run) / name))
-        return None
+        if self._time_of(run, name) >= max(self._asked or 0, 1):
+            with suppress(OSError, *DAMAGE):
+                return RankState.of(read_json(_folder(run) / name))
+        at, state = self._sent.get(rank, (-inf, None))
+        return state if at >= self._called else None
 
     def _time_of(self, run: Run, name: str) -> int:
         """When a file was written, by the clock of its disk; 0 without one."""
@@ -471,13 +532,17 @@ def _stacks_of(rank: int) -> str:
     return f"rank{rank}.stacks.txt"
 
 
-def _further(run: Run) -> str:
-    """What else is known of this rank: native stacks, its GPUs, torch's flight recorder."""
+def _further(run: Run, silent: Sequence[int]) -> str:
+    """What else is known of this rank: native stacks, its GPUs, torch's flight recorder.
+
+    py-spy may take long, so that the report does not wait for it.
+    """
     sampler = vars(run).get("sampler")  # not made here: that would call CUDA
     latest = {} if sampler is None else sampler.latest
     gpus = "\n".join(f"{k}: {v:g}" for k, v in latest.items() if k.startswith("gpu_"))
-    texts = (native_stacks(os.getpid()), gpus, compat.flight_recorder())
-    return "\n".join(filter(None, texts))
+    until = time.monotonic() + _CHILDREN
+    natives = [native_stacks(pid) for pid in (os.getpid(), *silent) if time.monotonic() < until]
+    return "\n".join(filter(None, (*natives, gpus, compat.flight_recorder())))
 
 
 def _abort(run: Run, until: Callable[[], bool]) -> None:

@@ -226,7 +226,7 @@ def native_stacks(pid: int) -> str:
     try:
         done = subprocess.run(  # noqa: S603  no shell
             command, capture_output=True, text=True, check=False, timeout=_PY_SPY_PATIENCE,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL, start_new_session=True,  # without a terminal for passwords
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"py-spy failed: {error}\n"
@@ -262,12 +262,12 @@ class Dump(NamedTuple):
 
 
 def dump_of(pid: int, native: bool = False) -> Dump:
-    """The stacks of another process: what it writes itself, or else py-spy finds; or both."""
+    """The stacks of another process: what it writes itself, and what py-spy finds if ``native``."""
     state, text = state_of(pid), ""
     if state not in ("stopped", "gone", "zombie"):
         with suppress(LookupError, TimeoutError):
             text = stacks_of(pid)
-        if native or not text:
+        if native:
             text += native_stacks(pid)
     return Dump(pid, state, text)
 

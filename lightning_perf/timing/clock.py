@@ -201,6 +201,15 @@ class Clock:
         self.add_up()
         return self._collections
 
+    def seconds_of(self, category: str) -> dict[str, float]:
+        """Seconds of a category by stage, without those that a span runs now; for any thread."""
+        self.add_up(wait=False)
+        found = dict[str, float]()
+        for action, timer in [*self._timers.items()]:
+            if action.category == category:
+                found[action.stage] = found.get(action.stage, 0.0) + timer.seconds
+        return found
+
     def timer(self, category: str, name: str) -> Timer:
         """Return the timer of an action in the current stage; create it if needed."""
         action = Action(self.stage, category, name)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mlflow import MlflowClient
 
-    from lightning_perf.tracking.summary import Summary
+    from lightning_perf.tracking.summary import Summary, SummaryError
 
 #: Seconds without a sign of life after which a running run is silent, and after which it counts as
 #: ended: it was probably killed.
@@ -84,10 +84,13 @@ class FleetRun:
         }  # fmt: skip
 
 
-def in_folder(root: Path, since: float) -> list[FleetRun]:
-    """The runs below a folder that gave a sign of life since a time, the most wasteful first."""
+def in_folder(root: Path, since: float, unreadable: list[SummaryError]) -> list[FleetRun]:
+    """The runs below a folder that gave a sign of life since a time, the most wasteful first.
+
+    ``unreadable`` gets why summaries were left out.
+    """
     found = []
-    for path, summary in summaries_below(root, _LEVELS):
+    for path, summary in summaries_below(root, _LEVELS, unreadable):
         with suppress(OSError):  # it was deleted meanwhile
             if (seen := path.stat().st_mtime) >= since:
                 found.append(_of_summary(str(path.parent), summary, seen))
@@ -139,7 +142,7 @@ def _with(run: FleetRun, summary: Summary) -> FleetRun:
         known["lost_share"] = max(known["lost_share"], 1 - known["goodput"])
     with suppress(*DAMAGE):
         *_, last = summary["hangs"]
-        if summary["status"] == RUNNING and "ended" not in last:
+        if summary["status"] == RUNNING and run.state != "killed" and "ended" not in last:
             known["state"] = _short(f"hanging since {last['began']}")
     return replace(run, **known)
 

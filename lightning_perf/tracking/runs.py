@@ -151,12 +151,14 @@ def folders_of(root: Path, name: str | None = None) -> list[Path]:
     return [folder for its, _, folder in sorted(found) if its == trained]
 
 
-def summaries_below(root: Path, levels: int) -> Iterator[tuple[Path, Summary]]:
+def summaries_below(
+    root: Path, levels: int, unreadable: list[SummaryError] | None = None
+) -> Iterator[tuple[Path, Summary]]:
     """The latest summary of each folder below another one, with its file."""
     # MLflow's own folders contain copies.
     for folder, files in walked(root, levels, lambda name: name[0] != "." and name != "mlruns"):
-        if any(map(SUMMARIES.fullmatch, files)) and (inside := summaries_in(folder)):
-            yield inside[-1]
+        if any(map(SUMMARIES.fullmatch, files)):
+            yield from summaries_in(folder, unreadable=unreadable)[-1:]
 
 
 def folder_of(path: Path) -> Path:

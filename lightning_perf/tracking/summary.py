@@ -120,11 +120,14 @@ def read_summary(path: Path) -> Summary:
     return content  # type: ignore[no-any-return]
 
 
-def summaries_in(folder: Path, run: str | None = None) -> list[tuple[Path, Summary]]:
+def summaries_in(
+    folder: Path, run: str | None = None, unreadable: list[SummaryError] | None = None
+) -> list[tuple[Path, Summary]]:
     """The summaries in a folder, of any run or of one name, with their files; the latest last.
 
     Those of runs that trained, and of those that still run, count as later than others; those of
     the run whose name the folder has, even more: others may be copies, kept there for comparison.
+    ``unreadable`` gets why others cannot be read.
     """
     files, name = [], ""
     with suppress(OSError):  # there is no folder
@@ -133,11 +136,15 @@ def summaries_in(folder: Path, run: str | None = None) -> list[tuple[Path, Summa
         files = [(path.stat().st_mtime, path) for path in names if path.is_file()]
     found = []
     for updated, path in sorted(files)[-_MOST_FILES:]:
-        with suppress(SummaryError):  # another tool's file may have the same name
+        try:
             summary = read_summary(path)
-            if run in (None, summary["run"]):
-                own = safe(summary["run"]) in (name, name[:-9])  # as `distinct_name` has it
-                found.append((own, trains(summary), updated, path, summary))
+        except SummaryError as error:  # another tool's file may have the same name
+            if unreadable is not None:
+                unreadable.append(error)
+            continue
+        if run in (None, summary["run"]):
+            own = safe(summary["run"]) in (name, name[:-9])  # as `distinct_name` has it
+            found.append((own, trains(summary), updated, path, summary))
     return [(path, summary) for *_, path, summary in sorted(found, key=lambda each: each[:3])]
 
 

@@ -219,11 +219,11 @@ trainer(Path("."), suite, max_epochs=-1).fit(Waits())
 """
 
 
-def rules() -> list[str]:
-    """The alert rules of the documentation: for a port, and for a textfile."""
+def rules() -> list[dict[str, str]]:
+    """The alert rules of the documentation."""
     blocks = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    found = [yaml.safe_load(block) for block in blocks if "- alert:" in block]
-    return [each["groups"][0]["rules"][0]["expr"] for each in found]
+    (found,) = [yaml.safe_load(block) for block in blocks if "- alert:" in block]
+    return [*found["groups"][0]["rules"]]
 
 
 def ask(port: int, path: str) -> Any:
@@ -233,7 +233,7 @@ def ask(port: int, path: str) -> Any:
 
 @pytest.fixture
 def prometheus(tmp_path: Path) -> Iterator[tuple[int, int]]:
-    """A real Prometheus with both alert rules, sooner than in the documentation; two ports.
+    """A real Prometheus with the alert rules, sooner than in the documentation; two ports.
 
     It scrapes the second one.
     """
@@ -241,8 +241,7 @@ def prometheus(tmp_path: Path) -> Iterator[tuple[int, int]]:
     if program is None:
         pytest.skip("Prometheus is not installed: apt-get install prometheus")
     port, training = free_port(), free_port()
-    of_port, of_file = (rule.replace("> 600", "> 4") for rule in rules())
-    alerts = [{"alert": "Stuck", "expr": of_port}, {"alert": "Waits", "expr": of_file}]
+    alerts = [each | {"expr": each["expr"].replace("> 600", "> 4")} for each in rules()]
     (tmp_path / "rules.yml").write_text(
         yaml.safe_dump({"groups": [{"name": "lightning_perf", "rules": alerts}]})
     )
@@ -271,8 +270,8 @@ def test_prometheus_alerts_on_a_training_that_was_stopped(
 ) -> None:
     """It scrapes a training, alerts when this hangs or is stopped, and no longer when it goes on.
 
-    A stopped process does not answer, so only the rule for ports sees it in its port; its textfile
-    stays as it was.
+    A process that is stopped, or has ended, does not answer: the second rule alone sees it. The
+    textfile of a stopped one stays as it was.
     """
     server, port = prometheus
     tests = str(Path(__file__).parent.parent)
@@ -303,16 +302,15 @@ def test_prometheus_alerts_on_a_training_that_was_stopped(
         assert 1 < rate < 50  # a batch takes 20 ms at least
         assert firing() == {}
         (tmp_path / "hold").touch()  # the training hangs, and its process answers
-        assert until(firing).keys() <= {"Stuck", "Waits"}
-        until(lambda: len(firing()) == 2)
+        assert until(firing).keys() == {"TrainingStuck"}
         (tmp_path / "hold").unlink()
         until(lambda: not firing())
         training.send_signal(signal.SIGSTOP)
-        labels = until(lambda: firing().get("Stuck"))
+        labels = until(lambda: firing().get("TrainingSilent"))
         assert labels["run"].startswith("run-")
         assert labels["instance"] == f"127.0.0.1:{port}"
         assert value("up") == 0
-        assert "Waits" not in firing()
+        assert firing().keys() == {"TrainingSilent"}
         (file,) = tmp_path.glob("run-*.prom")
         assert read(file.read_text())[PREFIX + LAST_STEP][1] < time.time() - 4
         training.send_signal(signal.SIGCONT)
@@ -320,6 +318,8 @@ def test_prometheus_alerts_on_a_training_that_was_stopped(
         training.send_signal(signal.SIGINT)
         assert training.wait(60) is not None
         assert list(tmp_path.glob("*.prom")) == []
+        until(firing)
+        assert firing().keys() == {"TrainingSilent"}
     finally:
         training.kill()
         training.wait()

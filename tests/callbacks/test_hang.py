@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import platform
+import pty
+import socket
 import subprocess
 import sys
 import threading
@@ -16,15 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import psutil
 import pytest
+import torch
 from helpers import hanging
 from helpers.command import exit_code, until
-from helpers.hanging import Hangs, Samples, line, training
+from helpers.fake_nvml import FakeGpu, install
+from helpers.hanging import Hangs, HangsElsewhere, Samples, line, training
 from helpers.small import RANKS, Records, Small, trainer
 from helpers.users import process_of_another_user
 
-from lightning_perf import ConfigError, Hang
+from lightning_perf import ConfigError, Hang, SystemMetrics
 from lightning_perf.run.context import current_run
+from lightning_perf.system import stacks
 from lightning_perf.system.stacks import PROC, dump_of, stacks_of
 from lightning_perf.tracking.summary import read_summary
 
@@ -50,7 +57,7 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "logger": (Small, {"logger": hanging.BlockedLogger()}, f"({line('socket')})"),
     "GIL, then it goes on": (
         partial(Hangs, partial(hanging.hold_gil, 12)), {},
-        f"({line('gil')}) for 12 s and ran no Python meanwhile: C code held the GIL",
+        f"the training has been in {line('gil')} for 12 s and ran no Python meanwhile: C code held",
     ),
     "collective": (
         partial(Hangs, hanging.barrier), RANKS,
@@ -121,6 +128,149 @@ def test_one_report_per_hang_and_one_more_elsewhere(tmp_path: Path) -> None:
     assert first["ended"] <= second["began"] < second["ended"]
     assert [each.name for each in path.parent.glob("report*.html")] == ["report.html"]
     assert "# The training stood" in reported(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_without_a_shared_folder_find_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    """Rank 0 names the rank that does not join, its phase and line; each keeps its own stacks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    set_up = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    devices = 2 // nodes
+    with ExitStack() as stack:
+        for rank in (0, 1):
+            (folder := tmp_path / str(rank)).mkdir()
+            its = {"NODE_RANK": str(rank // devices), "LOCAL_RANK": str(rank % devices)}
+            for name, value in (set_up | its).items():
+                monkeypatch.setenv(name, value)
+            module = Hangs(hanging.sleep, 1)
+            options: dict[str, Any] = {"strategy": "ddp", "devices": devices, "num_nodes": nodes}
+            stack.enter_context(training(folder, module, **options))
+        text = reported(tmp_path / "0")
+        assert f"rank 1 has been in forward ({line('sleep')}) for " in text
+        assert "; rank 0 waits for it in backward" in text
+        (stacks,) = until(lambda: [*tmp_path.glob("1/*/hang/rank1.stacks.txt")])
+        assert "in sleep" in stacks.read_text()
+    assert not [*tmp_path.glob("1/*/hang/report.md")]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_the_last_to_end_is_named(tmp_path: Path) -> None:
+    """The others have ended as they should, and do not wait for it."""
+
+    class SlowEnd(Small):
+        def on_fit_end(self) -> None:
+            if self.global_rank == 0:
+                hanging.sleep()
+
+    with training(tmp_path, SlowEnd(), **RANKS):
+        text = reported(tmp_path)
+    assert f"**rank 0 has been in set-up or the end ({line('sleep')}) for " in text
+    assert "s.**" in text
+    assert "| 1 | has ended its training |" in text
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_ran_no_python_does_not_replace_the_report(tmp_path: Path) -> None:
+    """Another rank has reported it meanwhile: one warning, and one entry with batch and line."""
+    with training(tmp_path, Hangs(partial(hanging.hold_gil, 14)), **RANKS) as process:
+        process.join()
+        assert process.exitcode == 0
+    text = reported(tmp_path)
+    assert f"rank 0 runs no Python: C code holds the GIL, in {line('gil')}; rank 1 waits" in text
+    assert "# The training stood" in text
+    assert (tmp_path / "output").read_text().count("the training hangs: ") == 1
+    (path,) = tmp_path.glob("*/summary.json")
+    (hang,) = read_summary(path)["hangs"]
+    assert (hang["batch"], hang["ranks"], hang["phase"]) == (hanging.BATCH, [0], "")
+    assert line("gil") in hang["text"]
+    assert hang["ended"]
+
+
+#: A py-spy that shows something, and one that never ends.
+PY_SPY = {
+    "shows": "#!/bin/sh\necho native stacks $*\n",
+    "never ends": "#!/bin/sh\nexec sleep 1000\n",
+    "may not": "#!/bin/sh\necho no permission >&2; exit 1\n",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PY_SPY)
+def test_a_report_does_not_wait_for_py_spy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It is written first; what py-spy shows follows, also of a child without our handler."""
+    (program := tmp_path / "py-spy").write_text(PY_SPY[kind])
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(stacks, "_PY_SPY_PATIENCE", 6.0)
+    with training(tmp_path, Hangs(hanging.sleep_with_child)) as process:
+        report = Path(until(lambda: [*tmp_path.glob("*/hang/report.md")])[0])
+        assert "in forward" in report.read_text()
+        its = report.with_name("rank0.stacks.txt")
+        assert "py-spy" not in its.read_text()
+        expected = {
+            "shows": f"native stacks dump --native --pid {process.pid}\n",
+            "never ends": "timed out after 6.0 seconds",
+            "may not": "py-spy failed: no permission",
+        }
+        until(lambda: expected[kind] in its.read_text())
+        if kind == "shows":
+            (child,) = psutil.Process(process.pid).children()
+            assert f"--pid {child.pid}\n" in its.read_text()
+
+
+def test_py_spy_has_no_terminal_for_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of sudo, which would wait for it; the process has a terminal."""
+    (program := tmp_path / "py-spy").write_text("#!/bin/sh\nread it < /dev/tty || exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(stacks, "_PY_SPY_PATIENCE", 30.0)
+    pid, terminal = pty.fork()
+    if not pid:
+        found = stacks.native_stacks(os.getppid())
+        (tmp_path / "found").write_text(found)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    found = (tmp_path / "found").read_text()
+    assert found.startswith("py-spy failed: ")
+    assert "timed out" not in found
+
+
+@pytest.mark.slow
+def test_gpus_and_the_flight_recorder_are_in_the_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The latest samples of NVML, and torch's record of collectives, if it is on."""
+    install(monkeypatch, FakeGpu("GPU-a", util=100))
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(
+        c10d, "_dump_nccl_trace_json", lambda: b'{"entries": ["all"]}', raising=False
+    )
+    with training(tmp_path, Hangs(hanging.sleep), also=[SystemMetrics(0.1)]):
+        (path,) = until(lambda: [*tmp_path.glob("*/hang/rank0.stacks.txt")])
+        until(lambda: '{"entries": ["all"]}' in path.read_text())
+        assert "gpu_0/gpu_util: 100\n" in path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_a_hang_in_another_stage_is_reported(tmp_path: Path, stage: str) -> None:
+    """In a short one, too, which has no summary yet; a warning names the report."""
+    with training(tmp_path, HangsElsewhere(), stage=stage, limit_val_batches=10):
+        text = reported(tmp_path)
+        assert f"in {stage}, " in text
+        assert line("sleep") in text
+        (report,) = tmp_path.glob("*/hang/report.md")
+        until(lambda: f"are in {report.parent}" in (tmp_path / "output").read_text())
 
 
 PAUSE = 2.0

@@ -239,6 +239,8 @@ def test_runs_of_strangers_are_shown_as_they_are(
     page = tmp_path / "runs.html"
     assert call(capsys, "runs", "--html", str(page))[0] == 0
     assert "<script>alert" not in page.read_text()
+    assert "\x1b" not in page.read_text()
+    assert r"\x1b[2J[red]" in page.read_text()
     assert loaded_from_elsewhere(page.read_text()) == []
     found = shown(capsys)
     assert found["odd"]["mfu"] is None
@@ -274,7 +276,7 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: Any) -> None:
     leave("a/b/c/d/e/slow", verdicts=[INPUT])
     leave("a/restarts", 1.0, "stopped by an exception", goodput=goodput(0.5), verdicts=[INPUT])
     leave("silent", 2.0, "running", process={"host": "elsewhere", "pid": 1})
-    leave("killed", 2.0, "running", process={"host": platform.node(), "pid": 2**22 + 1})
+    leave("killed", 2.0, "running", process={"host": platform.node(), "pid": 2**22 + 1}, hangs=HUNG)
     leave("lives", 0.0, "running", process=here, hangs=HUNG)
     leave("old", 100.0)
     leave("mlruns/copy")
@@ -288,6 +290,26 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: Any) -> None:
     assert states["lives"] == f"hanging since {HUNG[0]['began']}"
     assert found["slow"]["place"] == str(tmp_path / "a/b/c/d/e/slow")
     assert "old" not in shown(capsys, str(tmp_path), "--since", "1d")
+
+
+def test_summaries_that_cannot_be_read_are_named(tmp_path: Path, capsys: Any) -> None:
+    """The first three, with the reason; the others are shown, also as JSON alone."""
+    for name, text in {
+        "a": "{", "b": "[]", "c": '{"version": 99}', "a\x1b[2J": "\0",
+        "good": text_of(summary_of("g")),
+    }.items():  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "summary.json").write_text(text)
+    code, out, err = call(capsys, "runs", str(tmp_path), "--json")
+    assert (code, [each["run"] for each in json.loads(out)["runs"]]) == (0, ["g"])
+    assert "left out 4 files that cannot be read as a summary: " in err
+    assert err.count("summary.json") == 3
+    assert err.endswith(", among others\n")
+    assert "\x1b" not in err
+    (tmp_path / "good/summary.json").unlink()
+    code, _, err = call(capsys, "runs", str(tmp_path))
+    assert "left out 4 files" in err
+    assert "there is no run" in err
 
 
 def test_the_current_folder_is_the_default(in_tmp: Path, capsys: Any) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from lightning_perf.diagnosis.hang import RankState, culprits, page_parts, report, sentence
+from lightning_perf.diagnosis.hang import (
+    LEFT,
+    RankState,
+    culprits,
+    page_parts,
+    report,
+    sentence,
+)
 from lightning_perf.errors import DAMAGE
 
 LOADS = {"category": "dataloader_next", "seconds": 312.0}
@@ -34,6 +41,8 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
     "one that does not wait": ([WAITS, GPU, WAITS], [1]),
     "several that do not wait": ([WAITS, LOADS, GPU], [1, 2]),
     "a stopped rank before all others": ([WAITS, LOADS, {"missing": "is stopped"}], [2]),
+    "one that is the last to end": ([{"missing": LEFT}, LOADS, {"missing": LEFT}], [1]),
+    "one that has ended too early": ([WAITS, {"missing": LEFT}], [1]),
     "one that went past a collective": (
         [{"category": "forward", "collective": "barrier"}, WAITS, GPU | {"collective": "barrier"}],
         [1],

@@ -6,11 +6,12 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,6 +56,16 @@ class Hangs(Small):
         return super().training_step(batch, batch_idx)
 
 
+class HangsElsewhere(Small):
+    """Sleeps in one batch of a stage other than training."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == BATCH:
+            sleep()
+
+    test_step = predict_step = validation_step
+
+
 class BlockedLogger(Records):
     """Waits for the answer of a server that accepts connections, and never answers."""
 
@@ -66,6 +77,11 @@ class BlockedLogger(Records):
 
 def sleep() -> None:
     time.sleep(1000)  # sleep
+
+
+def sleep_with_child() -> None:
+    with subprocess.Popen(["sleep", "1000"]):
+        sleep()
 
 
 def read_pipe() -> None:
@@ -109,12 +125,13 @@ def line(marker: str) -> str:
 
 def fit(
     folder: Path, module: Small, samples: Samples | None = None, workers: int = 0,
-    after: str = "1s", action: str = "report", **options: Any,
+    after: str = "1s", action: str = "report", stage: str = "fit", also: Sequence[Any] = (),
+    **options: Any,
 ) -> None:  # fmt: skip
     """Train with a small limit."""
-    suite = Suite([Timings(), Hang(after, action)])
+    suite = Suite([Timings(), *also, Hang(after, action)])
     loader = DataLoader(samples or Samples(), 4, num_workers=workers)
-    trainer(folder, suite, **options).fit(module, loader)
+    getattr(trainer(folder, suite, **options), stage)(module, loader)
 
 
 @contextmanager

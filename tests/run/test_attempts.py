@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from helpers.command import until
 from helpers.faults import ForkServer
 from helpers.small import RANKS, Records, Small, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -279,10 +280,37 @@ def test_a_second_training_from_the_start_is_another_job(
     """After one that finished, such as another fold of a cross-validation."""
     monkeypatch.setenv("LIGHTNING_PERF_RUN", "folds")
     fit(tmp_path)
-    fit(tmp_path)
+    fit(tmp_path, steps=4)
     first, second = recorded(tmp_path)["folds"]
     assert first["job"] != second["job"]
-    assert newest(tmp_path)["goodput"]["attempts"] == 1
+    folder = tmp_path / "folds"
+    for name, steps in (("summary.json", 8), ("summary-2.json", 4)):
+        found = read_summary(folder / name)
+        assert found["goodput"]["attempts"] == 1
+        assert found["stages"]["train"]["whole_run"]["batches"] == steps
+
+
+def test_checkpoints_count_at_each_sign_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may be killed long before its first report, and they are no steps."""
+
+    def found() -> list[dict[str, Any]]:
+        return [own for each in recorded(tmp_path).values() for own in each]
+
+    class SlowSave(L.Callback):
+        def on_save_checkpoint(self, *_: Any) -> None:
+            time.sleep(0.3)
+
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 6:
+                until(lambda: any(own["in_training"] > 0.25 for own in found()))
+
+    monkeypatch.setattr(attempts, "FIRST", 0.05)
+    monkeypatch.setattr(attempts, "INTERVAL", 0.05)
+    saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4)
+    options: dict[str, Any] = {"enable_checkpointing": True, "log_every_n_steps": 50}
+    trainer(tmp_path, Timings(), SlowSave(), saving, logger=False, **options).fit(Small())
 
 
 def test_a_run_of_mlflow_is_one_job(tmp_path: Path, mlflow_database: str) -> None:
