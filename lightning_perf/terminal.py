@@ -61,13 +61,15 @@ def waiting(
 
     console = new_console(stderr=True)
     text = f"lightning_perf: {what}: {jobs} left (at most {timeout:.0f} s)"
-    drawn = shown and console.is_terminal
-    if shown and not drawn:
+    if shown and console.is_terminal:
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task(text, total=jobs)
+            yield lambda left: bar.update(task, completed=jobs - left)
+        return
+    if shown:
         with suppress(OSError):  # its reader has ended
             say(text, file=sys.stderr)
-    with Progress(console=console, transient=True, disable=not drawn) as bar:
-        task = bar.add_task(text, total=jobs)
-        yield lambda left: bar.update(task, completed=jobs - left)
+    yield lambda _: None
 
 
 def _kind() -> type[Console]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable  # LightningCLI resolves the annotations of `always_on`
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -13,8 +14,6 @@ from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.window_callback import WindowCallback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_perf.run.run import Run

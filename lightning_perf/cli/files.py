@@ -86,7 +86,9 @@ def _tracked(items: Sequence[_T], what: str) -> Iterable[_T]:
     from rich.progress import track
 
     console = new_console(stderr=True)
-    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
+    if not console.is_terminal:
+        return items  # rich before 14.3 prints an empty line, even for a bar that is disabled
+    return track(items, what, console=console, transient=True)
 
 
 def _merge(folder: Path, window: str | None, target: Path, json: bool) -> None:

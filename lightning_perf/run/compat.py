@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from inspect import signature
+from inspect import signature, unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 Callback = pl.Callback
 PassThroughProfiler = pl.profilers.PassThroughProfiler
 rank_zero_info = pl.utilities.rank_zero_info
+_SAVE = getattr(unwrap(pl.Trainer.save_checkpoint), "__code__", None)
+#: Whether writing a checkpoint has a span, as since Lightning 2.5.
+_SAVES_IN_SPAN = _SAVE is None or "profiler" in _SAVE.co_names
 #: The beginning of the names of Lightning's modules.
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 #: What switches torch's flight recorder on; restart counters of SLURM and torchrun.
@@ -173,6 +176,8 @@ def max_seconds(trainer: Trainer) -> float | None:
 def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     """Yield the methods that Lightning's spans do not cover: owner, method, category, name."""
     fit = getattr(trainer, "fit_loop", None)
+    if not _SAVES_IN_SPAN:
+        yield trainer, "save_checkpoint", "checkpoint", "save_checkpoint"
     if trainer.world_size > 1:
         yield (
             training_epoch_loop(trainer),
@@ -285,7 +290,8 @@ def validates_next(trainer: Trainer) -> bool:
     try:
         loop: Any = trainer.fit_loop.epoch_loop
         due = loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
-        return bool(due and not (loop._skip_next_val or loop.val_loop.skip))
+        skipped = getattr(loop, "_skip_next_val", False)  # since Lightning 2.5
+        return bool(due and not (skipped or loop.val_loop.skip))
     except (AssertionError, AttributeError, TypeError):  # Lightning has other private names
         return False
 

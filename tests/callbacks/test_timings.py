@@ -265,7 +265,7 @@ def test_timings_does_not_change_results(kind: type[Small], tmp_path: Path) -> N
     """Weights, losses and the random state are bit-identical with and without us."""
 
     def outcome(*callbacks: L.Callback) -> tuple[Any, ...]:
-        L.seed_everything(7, verbose=False)
+        L.seed_everything(7)
         model, records = kind(), Records()
         options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 2}
         trainer(tmp_path, *callbacks, logger=records, **options).fit(model)

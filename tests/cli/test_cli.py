@@ -16,6 +16,7 @@ from helpers.command import call
 from helpers.configuration import parse
 from helpers.faults import ForkServer
 from helpers.small import Small, trainer
+from helpers.versions import before
 from lightning.pytorch.cli import LightningCLI
 from mlflow import MlflowClient
 
@@ -158,6 +159,8 @@ def test_every_configuration_works_in_the_environment_variable(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LIGHTNING_PERF accepts each file in configs/."""
+    if path.stem == "memory_leak_hunt" and before("1.19.1", "memray"):
+        pytest.skip("flamegraph=True needs memray 1.19.1")
     monkeypatch.setenv("LIGHTNING_PERF", str(path))
     (suite,) = [each for each in trainer(tmp_path).callbacks if isinstance(each, Suite)]
     named = re.findall(r"class_path: lightning_perf\.(\w+)", path.read_text())

@@ -203,18 +203,21 @@ def test_a_script_that_cannot_start_gives_a_shell_s_exit_code(
         ("- class_path: lightning_perf.qqqqq", "no attribute 'qqqqq'"),
         (
             "- {class_path: lightning_perf.SpeedMonitor, init_args: {window_sze: 3}}",
-            "Option 'window_sze' is not accepted",
+            r"Option 'window_sze' is not accepted|Key 'window_sze' is not expected",
         ),
         (
             "- {class_path: lightning_perf.Suite, init_args: {callbacks: "
             "[{class_path: lightning_perf.PyTorch, init_args: {shedule: always}}]}}",
-            "Option 'shedule' is not accepted",
+            r"Option 'shedule' is not accepted|Key 'shedule' is not expected",
         ),
         (
             "- {class_path: lightning_perf.PyTorch, init_args: {schedule: evry 10ba}}",
             "schedule='evry 10ba' is not a valid schedule",
         ),
-        ("- class_path: torch.nn.Linear", "does not correspond to a subclass of PerfCallback."),
+        (
+            "- class_path: torch.nn.Linear",
+            r"does not correspond to a subclass of .*PerfCallback\b.*\.",
+        ),
         (
             "[{class_path: lightning_perf.Flops}, {class_path: lightning_perf.Flops}]",
             "one callback",
@@ -233,7 +236,7 @@ def test_callbacks_that_cannot_be_constructed_start_no_training(
     code, _, err = call(capsys, "run", "--config", "bad.yaml", "--", "true")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("lightning-perf run: bad.yaml ")
-    assert why in err
+    assert re.search(why, err)
 
 
 @pytest.mark.slow

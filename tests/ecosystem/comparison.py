@@ -47,7 +47,7 @@ def train_alike(
     train: Train, folder: Path, callbacks: list[Any], logger: Any = False
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The weights and the random state at the end of a seeded training."""
-    L.seed_everything(7, verbose=False)
+    L.seed_everything(7)
     module = train(
         accelerator="cpu",
         devices=1,

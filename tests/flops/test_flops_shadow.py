@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -137,12 +138,15 @@ def by_attribute(watcher, fullgraph):
 
 
 def by_decorator(watcher, fullgraph):
+    # Lightning before 2.2.2 replaces torch.compile by a function that needs the model.
+    compiled = partial(torch.compile, backend=watcher, fullgraph=fullgraph)
+
     class Decorated(nn.Module):
         def __init__(self):
             super().__init__()
             self.layers = MLP()
 
-        @torch.compile(backend=watcher, fullgraph=fullgraph)
+        @compiled
         def forward(self, x):
             return self.layers(x)
 
@@ -150,13 +154,15 @@ def by_decorator(watcher, fullgraph):
 
 
 def by_static_method(watcher, fullgraph):
+    compiled = partial(torch.compile, backend=watcher, fullgraph=fullgraph)
+
     class Static(nn.Module):
         def __init__(self):
             super().__init__()
             self.layers = MLP()
 
         @staticmethod
-        @torch.compile(backend=watcher, fullgraph=fullgraph)
+        @compiled
         def apply_to(layers, x):
             return layers(x)
 

@@ -20,10 +20,11 @@ from helpers.small import (
     ours,
     trainer,
 )
+from helpers.versions import needs_model_parallel
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lightning.pytorch import strategies
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -717,10 +718,11 @@ def train_sharded(folder: Path) -> None:
         flops = Flops(peak_flops=1e9)
         (folder / model.__name__).mkdir(exist_ok=True)
         callbacks = (flops, Dump(folder / model.__name__, flops))
-        strategy = ModelParallelStrategy(*sizes)
+        strategy = strategies.ModelParallelStrategy(*sizes)
         trainer(folder, *callbacks, devices=2, strategy=strategy).fit(model())
 
 
+@needs_model_parallel
 def test_sharded_models_are_counted_by_the_work_of_each_rank(
     fork_server: Any, tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ class Wrapped(nn.Module):
 def outcome(
     folder: Path, *callbacks: L.Callback, compiled: bool = False, **options: Any
 ) -> dict[str, Any]:
-    L.seed_everything(7, verbose=False)
+    L.seed_everything(7)
     model = Random()
     if compiled:
         torch._dynamo.reset()

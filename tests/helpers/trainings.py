@@ -497,7 +497,7 @@ KINDS: dict[str, Kind] = {
 
 def result(kind: Kind, folder: Path, ours: list[L.Callback]) -> dict[str, Any]:
     """Train; everything that must be the same with and without our callbacks."""
-    L.seed_everything(11, workers=True, verbose=False)
+    L.seed_everything(11, workers=True)
     records, model = Records(), kind.model()
     options = {"max_epochs": 2, "limit_val_batches": 1, "logger": records, **kind.options}
     run = trainer(folder, *kind.callbacks(), *ours, **options)

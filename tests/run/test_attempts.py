@@ -412,10 +412,10 @@ def test_a_resumed_training_is_the_same_with_and_without_us(tmp_path: Path) -> N
     """Attempts change no weight and no random number, bit for bit."""
     ends = []
     for number, callback in enumerate((SpeedMonitor(), L.Callback())):
-        L.seed_everything(7, verbose=False)
+        L.seed_everything(7)
         folder = tmp_path / str(number)
         checkpoint = fit(folder, callback=callback)
-        L.seed_everything(8, verbose=False)
+        L.seed_everything(8)
         fit(folder, checkpoint=checkpoint, steps=16, callback=callback)
         last = torch.load(folder / "saved" / "step=16.ckpt", weights_only=True)
         weights = [value.tolist() for value in last["state_dict"].values()]

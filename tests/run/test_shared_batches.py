@@ -20,7 +20,8 @@ from helpers.small import (
     samples_per_batch,
     trainer,
 )
-from lightning.pytorch.strategies import ModelParallelStrategy
+from helpers.versions import needs_model_parallel
+from lightning.pytorch import strategies
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -64,7 +65,7 @@ def train(folder: Path, accelerator: str, meshes: tuple[tuple[int, int], ...]) -
     for model, sizes in product((Meshed, Declared), meshes):
         watched = [SpeedMonitor(window_size=2), Flops(peak_flops=PEAK)]
         dump = Dump(folder / f"{model.__name__}.{sizes[0]}.json", watched)
-        strategy = ModelParallelStrategy(*sizes)
+        strategy = strategies.ModelParallelStrategy(*sizes)
         options = {"max_epochs": 3, "devices": sizes[0] * sizes[1], "accelerator": accelerator}
         trainer(folder, *watched, dump, strategy=strategy, **options).fit(model())
 
@@ -82,6 +83,7 @@ def check(folder: Path, model: str, data_parallel: int, ranks: int) -> None:
     assert per_second == pytest.approx(data_parallel * flops)
 
 
+@needs_model_parallel
 def test_a_batch_counts_once_on_every_mesh(fork_server: Any, tmp_path: Path) -> None:
     """Throughput, FLOPs and MFU equal their definitions on 4 x 1, 2 x 2 and 1 x 4 ranks."""
     fork_server.ranks(tmp_path, 4, train, tmp_path, "cpu", MESHES)
@@ -89,6 +91,7 @@ def test_a_batch_counts_once_on_every_mesh(fork_server: Any, tmp_path: Path) -> 
         check(tmp_path, model, data_parallel, ranks=4)
 
 
+@needs_model_parallel
 @pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

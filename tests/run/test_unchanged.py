@@ -38,7 +38,7 @@ def test_checkpoints_load_with_and_without_us(tmp_path: Path, first: bool) -> No
     """A resumed run ends with the same weights, with or without us before and after."""
 
     def fit(folder: Path, ours: bool, epochs: int, checkpoint: Path | None = None) -> Any:
-        L.seed_everything(5, verbose=False)
+        L.seed_everything(5)
         run = trainer(folder, *(watched() if ours else []), max_epochs=epochs)
         model = Model()
         run.fit(model, ckpt_path=checkpoint)

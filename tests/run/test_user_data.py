@@ -163,7 +163,7 @@ def test_inspecting_user_data_runs_no_user_code(
     """Accesses, weights and random states are those of the run without us."""
 
     def fit(*callbacks: Any) -> Any:
-        seed_everything(3, verbose=False)
+        seed_everything(3)
         LOG.clear()
         data = Numbers()
         loader = Loader(
