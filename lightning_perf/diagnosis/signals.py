@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -90,6 +90,14 @@ class Setup:
     validation_loader: Loader | None = None
     #: Class names of our own callbacks.
     ours: frozenset[str] = frozenset()
+
+
+Ratio = TypeVar("Ratio", float, "Numbers")
+
+
+def least_work(ratio: Ratio) -> Ratio:
+    """How many times as much work explains a time that is longer by a ratio."""
+    return 1 + 0.7 * (ratio - 1)
 
 
 class Series(NamedTuple):
@@ -384,9 +392,14 @@ class Signals:
 
         The second value is in seconds per window. Rare events have names: checkpoints, callbacks
         and loggers that work occasionally, steps of the optimizer after accumulated batches,
-        collections, compilations and starts of epochs.
+        collections, compilations and starts of epochs. Batches with more FLOPs are left out.
         """
-        stalls, ends = stats.stalls(self.within_epochs), np.cumsum(self.counts)
+        steps = self.within_epochs
+        if np.isfinite(steps).any() and np.isfinite(self.flops).any() and self.flops.any():
+            longer = steps / np.nanmedian(steps)
+            more = self.flops / max(float(np.nanmedian(self.flops)), 1.0)
+            steps = np.where((longer > 1) & (more >= least_work(longer)), np.nan, steps)
+        stalls, ends = stats.stalls(steps), np.cumsum(self.counts)
         window = np.searchsorted(ends, stalls.positions + self.dropped, side="right")
         window = window.clip(0, max(len(ends) - 1, 0))
         excess = np.bincount(window, weights=stalls.excess, minlength=len(ends)).astype(float)

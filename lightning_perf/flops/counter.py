@@ -143,8 +143,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.paused = False
         #: Whether a function of `EXTERNAL` runs, whose formula covers those that it calls.
         self.within_external = False
-        #: Calls of operators, and the seconds of counting them, without those of torch around it.
-        self.calls, self.seconds = 0, 0.0
+        #: Seconds of counting, without those that torch takes to call this class.
+        self.seconds = 0.0
         self._fake_mode: object = None
         self._model: Counter[str] = Counter()
         self._hardware: Counter[str] = Counter()
@@ -232,7 +232,6 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(Call(operator, args, kwargs), out)
         except Exception:  # no formula or an unexpected shape, which must not stop training
             self._untracked_names[qualified_name(operator)] += 1
-        self.calls += 1
         self.seconds += perf_counter() - began
         return out
 

@@ -426,7 +426,7 @@ class FlopCache:
             self._verify(self.predictor.predict(signature), counts)
         samples.append(counts)
         left_out = min(len(samples) - 1, 2) if signature == next(iter(self._samples)) else 0
-        self.counts[signature] = mean(_cycles(samples[left_out:]))
+        self.counts[signature] = mean(_cycles(_latest(samples[left_out:])))
         return self.counts[signature]
 
     def _verify(self, predicted: Counts | None, counts: Counts) -> None:
@@ -530,6 +530,17 @@ class FlopCache:
         if len(self.costs) >= _MOST_COSTS:
             self.costs.clear()
         self.costs[signature] = cost
+
+
+def _latest(samples: Sequence[Counts]) -> Sequence[Counts]:
+    """Counts without those of a first phase, such as a warm-up, that has ended.
+
+    It is equal counts that do not come again in twice as many.
+    """
+    kinds = [counts.flops for counts in samples]
+    length = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), len(kinds))
+    ended = kinds[0] not in kinds[length:] and len(kinds) >= 3 * length > 3
+    return samples[length:] if ended else samples
 
 
 def _cycles(samples: Sequence[Counts]) -> Sequence[Counts]:

@@ -1457,6 +1457,15 @@ def test_larger_batches_are_no_stalls(flops: float, codes: list[str]) -> None:
     assert [verdict.code for verdict in found] == codes
 
 
+def test_stalls_are_found_among_larger_batches() -> None:
+    """Every 10th batch does 8 times the work; every 30th one takes as long without that."""
+    larger, stalled = range(4, STEPS, 10), range(7, STEPS, 30)
+    seconds = steps(*larger, *stalled, extra=0.4)
+    work = np.where(np.isin(np.arange(STEPS), larger), 8.0, 1.0)
+    signals = replace(signals_of({**FINE, "forward": 0.04}, steps=seconds), flops=work)
+    assert signals.stalls[0].positions.tolist() == [*stalled]
+
+
 @pytest.mark.parametrize(
     "code", ["input-bound", "logger-bound", "checkpoint-bound", "validation-bound"]
 )

@@ -574,12 +574,13 @@ def counted_batches(batches: int, cost: Callable[[int], int]) -> tuple[int, floa
     [
         (lambda batch: 100, 12 + 3 + 50, 0),
         (lambda batch: 100 * (1 + (batch >= 3000)), 24 + 6 + 50, 0.02),
+        (lambda batch: 100 * (1 + (batch < 24)), 32 + 3 + 50, 0.01),
         (lambda batch: 1000 + batch, 30 + 10_000 / 20, 0.02),
         (lambda batch: 1000 + batch // 30, 30 + 10_000 / 20, 0.02),
         (lambda batch: 1000 + hash((batch, 7)) % 1000, 10_000 / 40, 0.05),
         (lambda batch: 1000 * (1 + (batch % 5 == 0)), 32 + 3 + 50, 0.01),
     ],
-    ids=["constant", "changes once", "grows", "grows slowly", "random", "each fifth"],
+    ids=["constant", "changes once", "warms up", "grows", "grows slowly", "random", "each fifth"],
 )
 def test_work_that_changes_is_followed_at_a_bounded_cost(
     cost: Callable[[int], int], most: int, error: float

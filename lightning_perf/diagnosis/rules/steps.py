@@ -16,13 +16,12 @@ from lightning_perf.diagnosis.signals import (
     RUNNING,
     Signals,
     Unknown,
+    least_work,
 )
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from numpy.typing import NDArray
 
     from lightning_perf.diagnosis.stats import Numbers
 
@@ -143,8 +142,6 @@ def periodic_stall(
     count = len(stalls.positions)
     if count < fewest or np.mean(np.diff(stalls.positions) == 1) > adjacent:
         return
-    if _explains(signals.flops, stalls.positions, signals.within_epochs):
-        return  # they are larger batches
     phase = signals.phase_of(excess)
     if phase in ("callbacks", "logging", "checkpoint"):
         return  # the rules on callbacks, loggers and checkpoints name it
@@ -266,38 +263,22 @@ def _is_slower_cpu(signals: Signals, grown: Mapping[str, float], window: int) ->
     )
 
 
-def _explains(flops: Numbers, positions: NDArray[np.intp], seconds: Numbers) -> bool:
-    """Whether batches at some positions take longer than the others because they do more work."""
-    others = np.ones(len(flops), dtype=bool)
-    others[positions[positions < len(flops)]] = False
-    if others.all():
-        return False
-    ratios = []
-    for values in (flops, seconds):
-        few, most = values[~others], values[others]
-        if not (np.isfinite(few).any() and np.isfinite(most).any() and np.nanmedian(most)):
-            return False
-        ratios.append(float(np.nanmedian(few) / np.nanmedian(most)))
-    return ratios[0] >= _least_work(ratios[1])
-
-
-def _least_work(ratio: float) -> float:
-    """How many times as much work explains a time that is longer by a ratio."""
-    return 1 + 0.7 * (ratio - 1)
-
-
 def _more_work(signals: Signals, window: int, at: int, before: float, after: float) -> bool:
     """Whether batches do more work after a window, and a position, so that they take longer.
 
     They have more FLOPs, tokens or samples, or more steps of optimizers.
     """
-    more = _least_work(after / before)
+    more = least_work(after / before)
     steps = signals.total(signals.rows("optimizer_step"))
     each = float(steps.seconds.sum() / max(steps.calls.sum(), 1.0))
     if each * _growth(signals, steps.calls, window) >= (more - 1) * before:
         return True
-    if _explains(signals.flops, np.arange(at, len(signals.flops)), signals.within_epochs):
-        return True
+    if signals.flops[at:].any():
+        earlier, later = signals.flops[:at], signals.flops[at:]
+        if np.isfinite(earlier).any() and np.isfinite(later).any():
+            least = more * float(np.nanmedian(earlier))
+            if 0 < least <= float(np.nanmedian(later)):
+                return True
     for name in ("batch/tokens", "batch/samples"):
         amounts, counts = signals.column(name), signals.column("batch/count")
         if amounts is None or counts is None:
