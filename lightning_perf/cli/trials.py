@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from contextlib import closing
+import tempfile
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from json import dumps
 from math import inf
 from pathlib import Path
 from shutil import which
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.diagnosis import Verdict
 from lightning_perf.diagnosis.report import headline
+from lightning_perf.errors import describe
 from lightning_perf.files import read_bytes, write_text
 from lightning_perf.terminal import new_console, say
 from lightning_perf.trials import advice
@@ -21,7 +25,7 @@ from lightning_perf.trials.experiment import Experiment, TrialsFailed
 from lightning_perf.units import bytes_text, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lightning_perf.trials.experiment import Candidate, Row
 
@@ -42,6 +46,8 @@ def try_(
     only: list[str] | None = None,
     output: str | None = None,
     html: str | None = None,
+    keep: str | None = None,
+    tracking_uri: str | None = None,
     json: bool = False,
 ) -> int:
     """Try changes that may make a training faster, and show what they give.
@@ -60,6 +66,10 @@ def try_(
             repeated.
         output (FILE): Write the changes that help to this YAML file, for LightningCLI's --config.
         html (FILE): Write the results to this page.
+        keep (RUN): Also send the page and the JSON to this run of MLflow, an id or a name, as
+            artifacts try/try.html and try/try.json.
+        tracking_uri (ADDRESS): The MLflow tracking address for --keep; by default
+            MLFLOW_TRACKING_URI, or ./mlflow.db.
         json: Print JSON.
     """
     command = _checked(command, minutes=minutes, seconds=seconds)
@@ -68,12 +78,16 @@ def try_(
     for file, mark in ((output, _MARK), (html, 'name="generator" content="lightning_perf"')):
         if file is not None:
             check_output(Path(file), mark.encode())
+    send = _artifacts(keep, tracking_uri) if keep is not None else None
     tell = partial(say, file=sys.stderr, flush=True)
     tell(
         f"Trying {' '.join(command)} for up to {minutes:g} minutes. Loggers and checkpoints write "
         "to a temporary folder; what the command itself writes or sends, it does in each trial."
     )
-    with closing(Experiment(command, minutes, seconds, only or [], tell)) as experiment:
+    with (
+        _raised_signals(),
+        closing(Experiment(command, minutes, seconds, only or [], tell)) as experiment,
+    ):
         try:
             rows, best = experiment.results()
         except TrialsFailed as error:
@@ -87,7 +101,29 @@ def try_(
         print_json(found.as_dict())
     else:
         _show(found)
+    if send is not None:
+        _keep(found, send)
     return 0
+
+
+@contextmanager
+def _raised_signals() -> Iterator[None]:
+    """Let signals that end the command raise: trials are ended, and their folder is deleted."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)  # as in a shell
+
+    names = ("SIGTERM", "SIGHUP")  # the second one not on Windows
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    # Not those that nohup ignores.
+    mine = [each for each in numbers if signal.getsignal(each) is signal.SIG_DFL]
+    try:
+        for each in mine:
+            signal.signal(each, leave)
+        yield
+    finally:
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _checked(command: list[str], **numbers: float) -> list[str]:
@@ -96,12 +132,38 @@ def _checked(command: list[str], **numbers: float) -> list[str]:
         command = command[1:]
     if not command:
         raise Failure("there is no command. Try lightning-perf try python train.py")
+    if any(each.endswith(".ipynb") for each in command) or "jupyter" in Path(command[0]).name:
+        raise Failure("notebooks cannot be tried: jupyter nbconvert --to script writes a script")
     if which(command[0]) is None:
         raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
     for name, value in numbers.items():
         if not 0 < value < inf:
             raise Failure(f"--{name} {value} is not a positive number")
     return command
+
+
+def _artifacts(keep: str, tracking_uri: str | None) -> Callable[[Path, str], None]:
+    """The function that uploads to a run of MLflow; that there is one is asked before trials."""
+    from lightning_perf.cli.files import NamedPlaces
+    from lightning_perf.tracking.runs import run_in_mlflow
+
+    places, run = NamedPlaces(tracking_uri, ()), run_in_mlflow(keep, tracking_uri)
+    found = places.at(frozenset(run.address.items()))
+    refused = found if isinstance(found, str) else places.refuse(found, "try")
+    if isinstance(found, str) or refused:
+        raise Failure(f"--keep {keep}: {refused}")
+    return found.send
+
+
+def _keep(found: _Results, send: Callable[[Path, str], None]) -> None:
+    with tempfile.TemporaryDirectory(prefix="lightning_perf-") as folder:
+        for name, text in (("try.html", _page(found)), ("try.json", dumps(found.as_dict()))):
+            path = Path(folder, name)
+            path.write_text(text, encoding="utf-8")
+            try:
+                send(path, f"try/{name}")
+            except Exception as error:  # MLflow raises many kinds
+                raise Failure(f"--keep: {name} was not sent: {describe(error)}", 1) from error
 
 
 def _check_groups(only: Sequence[str]) -> None:

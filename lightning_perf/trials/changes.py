@@ -127,6 +127,10 @@ class Change:
         promised = found and "advised_step_seconds" in found[0].evidence
         return found[0].predicted_speedup if promised else None
 
+    def period(self, seen: Seen) -> float:  # noqa: ARG002
+        """Batches after which the training does the same again; trials have whole periods."""
+        return 1
+
     def apply(self, trainer: Any, module: Any) -> Any:
         """Make the change before a fit; returns the module to fit. Loaders are changed later."""
         for name, value in self.trainer.items():
@@ -446,6 +450,17 @@ class ValidationInterval(Change):
     @override
     def trainer(self) -> dict[str, Any]:
         return dict(self.value)
+
+    @property
+    @override
+    def code(self) -> str:
+        return "# Halve patience (EarlyStopping, ReduceLROnPlateau), which counts validations."
+
+    @override
+    def period(self, seen: Seen) -> float:
+        every = self.value.get("val_check_interval", 1.0)
+        batches = every if isinstance(every, int) else every * seen.trainer.num_training_batches
+        return float(batches * self.value.get("check_val_every_n_epoch", 1))
 
 
 class CheckpointInterval(Change):

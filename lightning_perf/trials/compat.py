@@ -72,6 +72,12 @@ def move_root(trainer: Any, folder: Path) -> None:
     trainer._default_root_dir = str(folder)
 
 
+def end_workers(loader: Any) -> None:
+    """End workers of a DataLoader that the script has used before: they keep its arguments."""
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None
+
+
 def change_loader(loader: Any, arguments: Mapping[str, Any]) -> None:
     """Change arguments of a DataLoader in place, so that it keeps its class and its other ones."""
     if not isinstance(loader, DataLoader):

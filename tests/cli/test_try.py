@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from helpers import tried
 from helpers.command import call
+from helpers.processes import has_ended
+from mlflow import MlflowClient
 
 
 @pytest.mark.parametrize(
@@ -20,7 +26,9 @@ from helpers.command import call
         (["--seconds", "nan", "true"], 2, "--seconds nan is not a positive number"),
         (["--only", "inputs", "true"], 2, "--only inputs is not a group of changes: batch,"),
         (["no-such-program"], 127, "no-such-program is not a program"),
-        (["true"], 1, "the training fails before any change: the command ended without Trainer"),
+        (["python", "-m", "papermill", "train.ipynb"], 2, "notebooks cannot be tried"),
+        (["true"], 1, "the training fails before any change: no Trainer was seen"),
+        (["--keep", "r", "true"], 2, "there is no mlflow.db in"),
     ],
 )
 def test_what_cannot_be_tried(
@@ -37,11 +45,42 @@ def test_no_file_of_others_is_replaced(capsys: pytest.CaptureFixture[str], tmp_p
     assert theirs.read_text() == "trainer: {}"
 
 
+#: A training that does not end by itself.
+ENDS = "import os, time; open(f'{os.getpid()}.pid', 'w'); time.sleep(1e6)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """No process, and no temporary folder."""
+    temporary, here = tmp_path / "tmp", tmp_path / "here"
+    temporary.mkdir()
+    here.mkdir()
+    command = [sys.executable, "-m", "lightning_perf", "try", "--", sys.executable, "-c", ENDS]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=here, env=environment, stderr=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 60
+        while not list(here.glob("*.pid")) and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert not list(temporary.iterdir())
+    assert has_ended(here)
+
+
 @pytest.mark.slow
 def test_slow_items_get_workers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mlflow_server: str,
 ) -> None:
-    """The whole of it: the change is found, proven equal, and written; the script is unchanged."""
+    """The whole of it: the change is found, proven equal, written and kept in MLflow.
+
+    The script is unchanged, and the server has no other run than before.
+    """
+    client = MlflowClient(mlflow_server)
+    run = client.create_run("0", run_name="tried").info.run_id
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -50,17 +89,21 @@ def test_slow_items_get_workers(
     before = script.read_bytes(), sorted(folder.rglob("*"))
     page, target = tmp_path / "page.html", tmp_path / "fast.yaml"
     code, out, err = call(
-        capsys, "try", "--minutes", "6", "--seconds", "2", "--only", "input", "--json",
-        "--html", str(page), "-o", str(target), "--", sys.executable, "train.py", "slow",
+        capsys, "try", "--minutes", "6", "--seconds", "1", "--only", "input", "--json",
+        "--html", str(page), "-o", str(target), "--keep", run, "--tracking-uri", mlflow_server,
+        "--", sys.executable, "train.py", "slow",
     )  # fmt: skip
     assert code == 0, err
     found = json.loads(out)
     best = found["best"]
-    assert best["setting"].startswith("num_workers=")
+    assert best["setting"] == "num_workers=4"
     assert best["speedup"]["low"] > 1.02
     assert best["same"] == "equal"
-    workers = best["setting"].removeprefix("num_workers=")
-    assert found["lines"] == [f"DataLoader(..., num_workers={workers}, persistent_workers=True)"]
-    assert f"num_workers={workers}" in target.read_text()
+    assert found["lines"] == ["DataLoader(..., num_workers=4, persistent_workers=True)"]
+    assert "num_workers=4" in target.read_text()
     assert "num_workers" in page.read_text()
+    kept = Path(client.download_artifacts(run, "try", str(tmp_path)))
+    assert json.loads((kept / "try.json").read_text()) == found
+    assert (kept / "try.html").read_text() == page.read_text()
+    assert [each.info.run_id for each in client.search_runs(["0"])][:1] == [run]
     assert (script.read_bytes(), sorted(folder.rglob("*"))) == before

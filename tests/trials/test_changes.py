@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from helpers.small import Small, trainer
@@ -99,9 +100,14 @@ def test_intervals_are_those_of_the_advice(tmp_path: Path) -> None:
     ]  # fmt: skip
     found.trainer.check_val_every_n_epoch, found.trainer.val_check_interval = None, 100
     assert names(found, "validation") == ["val_check_interval=200"]
+    (change,) = proposals(found, ("validation",))
+    assert change.period(found) == 200
     found.trainer.val_check_interval = 0.25
     found.trainer.check_val_every_n_epoch = 1
     assert names(found, "validation") == ["val_check_interval=0.5"]
+    found.trainer.fit_loop.max_batches = 60
+    (change,) = proposals(found, ("validation",))
+    assert change.period(found) == 30
 
 
 def test_values_travel_as_json(tmp_path: Path) -> None:
@@ -240,6 +246,10 @@ def test_a_loader_is_changed_in_place() -> None:
     loader = DataLoader(Where(), batch_size=2)
     compat.change_loader(loader, changes.Workers(2).loader)
     assert (loader.prefetch_factor, loader.persistent_workers) == (2, True)
+    compat.change_loader(loader, {"num_workers": 1})
+    next(iter(loader))  # such as a look at the data: this worker stays
+    compat.change_loader(loader, changes.Workers(2).loader)
+    compat.end_workers(loader)
     workers, items = zip(*loader, strict=True)
     assert {int(each) for batch in workers for each in batch} == {0, 1}
     assert torch.cat(items).tolist() == list(range(12))
@@ -289,6 +299,8 @@ class Stream(IterableDataset[int]):
         (lambda index, _: (torch.ones(3), index), "fixed"),
         (lambda *_: torch.rand(3), "random"),
         (lambda *_: (torch.zeros(2), random.random()), "random"),
+        (lambda *_: torch.ones(3) * (1 if torch.rand(()) < 0.01 else 2), "random"),
+        (lambda index, _: torch.ones(3) * (index and np.random.rand()), "random"),
         (lambda _, read: torch.ones(3) * read, "stateful"),
         (lambda *_: 1 / 0, "unknown"),
     ],

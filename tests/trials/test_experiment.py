@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
+from lightning_perf.trials import experiment
 from lightning_perf.trials.advice import as_yaml, lines, patch
 from lightning_perf.trials.experiment import Candidate, Experiment, Setting
 from lightning_perf.trials.process import Outcome
@@ -18,7 +19,7 @@ from lightning_perf.trials.proof import MOST, same_training, speedup
 def candidate(kind: str = "Workers", **fields: Any) -> Candidate:
     defaults = {
         "value": 2, "name": kind, "group": kind, "exact": True, "keeps": [], "predicted": None,
-        "trainer": {}, "loader": {}, "code": "", "yaml": [],
+        "period": 1, "trainer": {}, "loader": {}, "code": "", "yaml": [],
     }  # fmt: skip
     return Candidate(kind=kind, **(defaults | fields))
 
@@ -132,9 +133,9 @@ def test_what_is_the_same_training(
 
 def test_a_training_that_never_repeats_is_compared_by_its_losses() -> None:
     again = result([0.4, 0.3, 0.2, 0.12])
-    found = same_training(result([0.4, 0.3, 0.2, 0.13]), [result(BASE), again], SEEDED, True, "")
-    assert found == "alike (two runs as it is differ, too)"
-    assert same_training(result(BASE), [result(BASE), again], [], True, "").startswith("unknown")
+    ours, base = result([0.4, 0.3, 0.2, 0.13]), [result(BASE), again]
+    assert same_training(ours, base, SEEDED, True, "") == "alike (two runs as it is differ, too)"
+    assert same_training(ours, base, [], True, "").startswith("unknown (")
 
 
 def test_only_the_first_epoch_is_compared() -> None:
@@ -142,6 +143,88 @@ def test_only_the_first_epoch_is_compared() -> None:
     base, ours = result(BASE), result(BASE, samples="1243")
     base["epoch"] = ours["epoch"] = 2
     assert same_training(ours, [base], [], True, "fixed") == "equal"
+
+
+def test_a_stream_in_another_order_each_time_is_unknown() -> None:
+    """Workers may repeat its items, which cannot be seen: it is never recommended."""
+    base, again, ours = (result(BASE, batches=each) for each in ("abcd", "bcda", "aacc"))
+    found = same_training(ours, [base, again], SEEDED, True, "unknown")
+    assert found == "unknown: two runs as it is have other batches, too"
+    assert same_training(ours, [base, again], SEEDED, True, "fixed").startswith("alike")
+
+
+def test_larger_batches_are_compared_over_the_same_samples() -> None:
+    """A training that learns has smaller losses after more samples."""
+    falling = [1 / (1 + number) for number in range(16)]
+    base = result(falling)
+    seeded = [result([each * scale for each in falling]) for scale in (0.97, 1.03)]
+    larger = [sum(falling[at : at + 4]) / 4 for at in range(0, 16, 4)]
+    ours = result([*larger, *(0.05 for _ in range(12))]) | {"batch_size": 16}
+    assert same_training(ours, [base], seeded, False, "fixed") == "alike (other batches)"
+
+
+def test_workers_that_stay_do_not_see_a_dataset_that_changes() -> None:
+    """Such as one of a curriculum, which is told the epoch."""
+    base = result(BASE) | {"dataset_changes": True}
+    assert same_training(result(BASE), [base], [], True, "fixed") == "equal"
+    found = same_training(result(BASE), [base], [], True, "fixed", resident=True)
+    assert found.startswith("not equal: the training changes the dataset")
+
+
+def test_samples_are_compared_although_losses_never_repeat() -> None:
+    base, again = result(BASE), result([0.4, 0.3, 0.2, 0.12])
+    ours = result(BASE, samples="1243")
+    assert same_training(ours, [base, again], [], True, "").startswith("not equal: batch 2")
+
+
+def test_trials_have_whole_periods_of_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as often is half of the cost, not none of it."""
+    specs: list[Any] = []
+
+    def run_trial(*args: Any) -> Outcome:
+        specs.append(args[3])
+        found = outcome(1.0)
+        listed = candidate(keeps=["validation"], period=80.0)._asdict()
+        found.result.update(  # type: ignore[attr-defined]
+            median=0.06, epoch=40, candidates=[listed], timed=500, dataset="fixed"
+        )
+        return found
+
+    monkeypatch.setattr(experiment, "run_trial", run_trial)
+    trials = Experiment(["true"], 1, 5, [], lambda _: None)
+    trials.close()
+    (change,) = trials.start()
+    trials.run(Setting((change,), ("validation",)))
+    trials.run(Setting(keeps=("validation",)))
+    trials.run(Setting())
+    assert [each["batches"] for each in specs[1:]] == [160, 160, 120]
+
+
+class Needy(Simulated):
+    """A training that fails without validation."""
+
+    def run(self, setting: Setting) -> Outcome:
+        if not self._whole:
+            return Outcome({}, "KeyError: 'val_loss'", 1.0, 0)
+        return super().run(setting)
+
+
+def test_a_training_that_needs_validation_has_it_in_trials() -> None:
+    rows, best = Needy(0, 0.01, {"a": 1.5}).results()
+    assert [row.failure for row in rows] == [None]
+    assert best is not None
+
+
+class Broken(Simulated):
+    """A training that fails in all trials but the first one."""
+
+    def run(self, setting: Setting) -> Outcome:
+        return Outcome({}, "OSError: locked", 1.0, 0)
+
+
+def test_a_change_is_not_blamed_for_what_fails_without_it() -> None:
+    rows, _ = Broken(0, 0.01, {"a": 1.5}).results()
+    assert rows[0].failure == "as it is fails, too, in a trial: OSError: locked"
 
 
 WORKERS = candidate(loader={"num_workers": 2}, yaml=[[["data", "num_workers"], 2]])
@@ -169,6 +252,22 @@ def test_yaml_for_the_command_line() -> None:
     alone = as_yaml([WORKERS._replace(yaml=[])])
     assert yaml.safe_load(alone) is None
     assert "num_workers=2" in alone
+
+
+LARGER = candidate(
+    "LargerBatch", loader={"batch_size": 32}, trainer={"accumulate_grad_batches": 1},
+    yaml=[[["trainer", "accumulate_grad_batches"], 1]],
+)  # fmt: skip
+
+
+def test_half_of_a_change_is_only_a_comment() -> None:
+    """Without the larger batch, an optimizer step would have fewer samples."""
+    text = as_yaml([LARGER])
+    assert yaml.safe_load(text) is None
+    assert "accumulate_grad_batches=1" in text
+    for size, steps in (("8", "n"), ("n", "4")):
+        source = f"DataLoader(d, batch_size={size})\nTrainer(accumulate_grad_batches={steps})\n"
+        assert patch(source, "train.py", [LARGER]) == ""
 
 
 SCRIPT = '''\
@@ -211,10 +310,20 @@ def test_a_patch_sets_literal_arguments() -> None:
         "DataLoader(x, **options)\n",
         "print(1)\n",
         "not python at all\n",
+        "DataLoader(x, shuffle=(sampler is None))\n",
+        "DataLoader((x))\n",
+        "DataLoader(x for x in y)\n",
+        "DataLoader(x, 8, True, None, None, 4)\n",
+        "DataLoader(*args)\n",
     ],
 )
 def test_a_doubt_gives_no_patch(source: str) -> None:
     assert patch(source, "train.py", [WORKERS]) == ""
+
+
+def test_a_form_feed_is_no_line() -> None:
+    (_, new) = changed("\x0cimport torch\nd = DataLoader(x)\n", WORKERS)
+    assert new == "+d = DataLoader(x, num_workers=2)"
 
 
 def test_a_call_without_arguments_gets_them() -> None:
