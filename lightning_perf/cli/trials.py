@@ -93,7 +93,7 @@ def try_(
         except TrialsFailed as error:
             raise Failure(error, 1) from None
     found = _Results(experiment, rows, best)
-    if output is not None and best is not None:
+    if output is not None:  # without changes, too: an earlier file may have some
         write_text(Path(output), f"{_MARK}\n{advice.as_yaml(found.changes)}")
     if html is not None:
         write_text(Path(html), _page(found))

@@ -47,7 +47,7 @@ def _arguments(changes: Sequence[Candidate], field: str) -> dict[str, Any]:
 def as_yaml(changes: Sequence[Candidate]) -> str:
     """The file for LightningCLI's ``--config``, after those of the training.
 
-    What is no argument of the Trainer, the data or the model is in comments.
+    What is not known to be an argument of the Trainer, the data or the model is in comments.
     """
     content: dict[str, Any] = {}
     rest = []
@@ -55,19 +55,18 @@ def as_yaml(changes: Sequence[Candidate]) -> str:
         named = {path[-1] for path, _ in change.yaml}
         missing = {key: value for key, value in change.loader.items() if key not in named}
         for key, value in missing.items():
-            rest.append(f"# DataLoader: {key}={value!r} is no argument of the data or the model.")
+            rest.append(f"# In the code: DataLoader(..., {key}={value!r})")
         # Half of a change would be another training.
         is_half = bool(missing and change.trainer)
         if is_half:
-            rest += [f"# Only with it, Trainer: {key}={v!r}" for key, v in change.trainer.items()]
+            rest += [f"# With it: Trainer(..., {key}={v!r})" for key, v in change.trainer.items()]
         for path, value in [] if is_half else change.yaml:
             here = content
             for name in path[:-1]:
                 here = here.setdefault(name, {})
             here[path[-1]] = value
         rest += [f"# In the code: {line}" for line in change.code.splitlines()]
-    text = yaml.safe_dump(content, sort_keys=False) if content else ""
-    return "\n".join([*rest, text])
+    return "\n".join([*rest, yaml.safe_dump(content, sort_keys=False)])
 
 
 def patch(source: str, name: str, changes: Sequence[Candidate]) -> str:

@@ -12,10 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import tried
 from helpers.command import call
 from helpers.processes import has_ended
 from mlflow import MlflowClient
+
+from lightning_perf.trials.experiment import Experiment
+from lightning_perf.trials.process import Outcome
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,19 @@ def test_no_file_of_others_is_replaced(capsys: pytest.CaptureFixture[str], tmp_p
     theirs.write_text("trainer: {}")
     assert call(capsys, "try", "-o", str(theirs), "true")[0] == 2
     assert theirs.read_text() == "trainer: {}"
+
+
+def test_an_earlier_file_keeps_no_old_change(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing helps now; the file is still one for --config."""
+    monkeypatch.setattr(Experiment, "results", lambda self: ([], None))
+    nothing = Outcome({"verdicts": [], "notes": []}, None, 1.0, 0)
+    monkeypatch.setattr(Experiment, "first", nothing, raising=False)
+    target = tmp_path / "fast.yaml"
+    target.write_text("# Written by lightning-perf try\ntrainer: {precision: bf16-mixed}\n")
+    assert call(capsys, "try", "-o", str(target), "true")[0] == 0
+    assert yaml.safe_load(target.read_text()) == {}
 
 
 #: A training that does not end by itself.

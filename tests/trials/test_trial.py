@@ -15,7 +15,7 @@ from helpers.processes import has_ended
 
 from lightning_perf.trials import trial
 from lightning_perf.trials.experiment import Candidate, Experiment, Setting
-from lightning_perf.trials.process import TRAINER, VARIABLE, Outcome
+from lightning_perf.trials.process import RESULT, TRAINER, VARIABLE, Outcome
 from lightning_perf.trials.proof import same_training
 
 WORKERS = Candidate(
@@ -142,6 +142,28 @@ def test_what_outlives_its_launcher_is_ended(
     assert has_ended(tmp_path)
 
 
+#: As a trial ends: the result is there, and the process waits.
+ENDS = f"""
+import json, os, pathlib, time
+spec = pathlib.Path(os.environ["{VARIABLE}"])
+spec.with_name("{RESULT}").write_text(json.dumps(dict(timed=1, seconds=1.0)))
+time.sleep(1e6)
+"""
+
+
+@pytest.mark.slow
+def test_a_shell_script_does_not_go_on_after_a_trial(in_tmp: Path) -> None:
+    """Such as one that moves the checkpoint, also without ``set -e``."""
+    (in_tmp / "train.py").write_text(ENDS)
+    (in_tmp / "train.sh").write_text(f"'{sys.executable}' train.py\ntouch moved\n")
+    trials = Experiment(["sh", "train.sh"], 1, 1, [], print)
+    outcome = trials.run(Setting())
+    trials.close()
+    assert outcome.error is None
+    assert outcome.wall_seconds < 60
+    assert sorted(each.name for each in in_tmp.iterdir()) == ["train.py", "train.sh"]
+
+
 def failure(code: str) -> str:
     """Why a trial of Python code has no result."""
     trials = Experiment([sys.executable, "-c", code], 1, 1, [], print)
@@ -176,7 +198,7 @@ def test_why_there_is_no_result(code: str, why: str) -> None:
 
 
 def test_the_first_trainer_leaves_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By which `SEEN` is the reason: there was one in a process with the environment."""
+    """By which `SEEN` is known: there was one in a process with the environment."""
     spec = {
         "folder": str(tmp_path), "shared": str(tmp_path), "changes": [], "keeps": [],
         "warm_up": 1, "batches": 1,
