@@ -92,7 +92,8 @@ def patch(source: str, name: str, changes: Sequence[Candidate]) -> str:
             new = _with_arguments(new, kind, given)
     if not new:
         return ""
-    diff = unified_diff(source.split("\n"), new.split("\n"), name, name, lineterm="")
+    before, after = (each.removesuffix("\n").split("\n") for each in (source, new))
+    diff = unified_diff(before, after, name, name, lineterm="")
     return "\n".join(diff)
 
 

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from itertools import count, pairwise
-from math import ceil, inf, log, sqrt
+from math import ceil, inf, lcm, log, sqrt
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -209,14 +209,16 @@ class Experiment:
             raise TrialsFailed(
                 f"the training has {timed} batches after {_WARM_UP} of warm-up; trials need {least}"
             )
+        candidates = [Candidate(**each) for each in result["candidates"]]
         batches = min(max(ceil(self._seconds / result["median"]), least), most)
-        if epoch and epoch <= batches:
-            batches = ceil(batches / epoch) * epoch
+        # Workers deliver as many batches at once as there are workers.
+        burst = lcm(*(each.loader.get("num_workers") or 1 for each in candidates))
+        whole = epoch if epoch and epoch <= batches else burst
+        batches = ceil(batches / whole) * whole
         if monotonic() - began < self._seconds:  # it ended by itself
             batches = min(batches, timed)
         self.batches = batches
         self.allowed = _SLOWER * self.first.wall_seconds + _GRACE
-        candidates = [Candidate(**each) for each in result["candidates"]]
         self._periods = {name: ceil(c.period or 1) for c in candidates for name in c.keeps}
         return candidates
 

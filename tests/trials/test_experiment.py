@@ -177,16 +177,25 @@ def test_samples_are_compared_although_losses_never_repeat() -> None:
     assert same_training(ours, [base, again], [], True, "").startswith("not equal: batch 2")
 
 
-def test_trials_have_whole_periods_of_validation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half as often is half of the cost, not none of it."""
+@pytest.mark.parametrize(
+    ("listed", "epoch", "expected"),
+    [
+        # Half as often is half of the cost of validation, not none of it.
+        (candidate(keeps=["validation"], period=80.0), 40, [160, 160, 120]),
+        # Four workers deliver four batches at once.
+        (candidate(loader={"num_workers": 4}), None, [88, 88, 88]),
+    ],
+)
+def test_trials_have_whole_periods(
+    monkeypatch: pytest.MonkeyPatch, listed: Candidate, epoch: int | None, expected: list[int]
+) -> None:
     specs: list[Any] = []
 
     def run_trial(*args: Any) -> Outcome:
         specs.append(args[3])
         found = outcome(1.0)
-        listed = candidate(keeps=["validation"], period=80.0)._asdict()
         found.result.update(  # type: ignore[attr-defined]
-            median=0.06, epoch=40, candidates=[listed], timed=500, dataset="fixed"
+            median=0.058, epoch=epoch, candidates=[listed._asdict()], timed=500, dataset="fixed"
         )
         return found
 
@@ -194,10 +203,10 @@ def test_trials_have_whole_periods_of_validation(monkeypatch: pytest.MonkeyPatch
     trials = Experiment(["true"], 1, 5, [], lambda _: None)
     trials.close()
     (change,) = trials.start()
-    trials.run(Setting((change,), ("validation",)))
-    trials.run(Setting(keeps=("validation",)))
+    trials.run(Setting((change,), tuple(change.keeps)))
+    trials.run(Setting(keeps=tuple(change.keeps)))
     trials.run(Setting())
-    assert [each["batches"] for each in specs[1:]] == [160, 160, 120]
+    assert [each["batches"] for each in specs[1:]] == expected
 
 
 class Needy(Simulated):
