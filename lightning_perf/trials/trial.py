@@ -314,7 +314,8 @@ class Trial(Callback):
             self._state = self._state_now()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and len(self._losses) < _LOSSES:
-            self._losses.append(loss.detach())  # read at the end: no batch waits for it
+            # Lightning has divided it. It is read at the end: no batch waits for it.
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
         if spec.batches is None and timed > 0:
             elapsed = now - self._began - (self._startup or 0.0)
             enough = timed >= spec.least and elapsed >= spec.seconds
