@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from functools import partial, wraps
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -26,7 +27,7 @@ from torch import Tensor
 from lightning_perf.cgroup import usable_cpus
 from lightning_perf.errors import describe
 from lightning_perf.files import finite, read_json, write_text
-from lightning_perf.flops.batch import tensors
+from lightning_perf.flops.batch import MOST_OBJECTS, attributes, entries, shape_of, tensors
 from lightning_perf.run.compat import PassThroughProfiler, callback_class, loader_batch_size
 from lightning_perf.run.context import current_run
 from lightning_perf.tracking.summary import text_of
@@ -45,6 +46,8 @@ else:
 
 #: Bytes of a tensor that are compared, and losses of a trial.
 _COMPARED, _LOSSES = 1 << 16, 200
+#: Containers and tensors in a dataset that are its state, not its data, have at most so many items.
+_SMALL = 64
 #: Weights that are saved, so that all trials begin with the same ones, have at most so many bytes.
 _MOST_WEIGHTS = 2e9
 #: Items that are read again, to learn whether they are random, and the seconds for it.
@@ -108,7 +111,7 @@ class Trial(Callback):
         self._batches: list[str] = []
         self._samples: list[str] = []
         # Of the dataset at the end of an epoch; whether the training changes it before the next.
-        self._state: dict[str, Any] | None = None
+        self._state: str | None = None
         self._dataset_changes = False
         self._done = 0
         #: The first run's own callback, which diagnoses.
@@ -272,10 +275,27 @@ class Trial(Callback):
 
         kind.__iter__ = recorded
 
-    def _state_now(self) -> dict[str, Any]:
-        """The plain attributes of the dataset, such as the epoch."""
-        own = getattr(getattr(self._loader, "dataset", None), "__dict__", {})
-        return {key: value for key, value in own.items() if isinstance(value, int | float | str)}
+    def _state_now(self) -> str:
+        """What workers that stay have copies of: the dataset's attributes, such as the epoch.
+
+        Those of the datasets, transforms and small containers within it are included.
+        """
+        collate = getattr(self._loader, "collate_fn", None)
+        waiting = [getattr(self._loader, "dataset", None), getattr(collate, "__self__", collate)]
+        found: list[Any] = []
+        seen: set[int] = set()
+        while waiting and len(seen) < MOST_OBJECTS:
+            value = waiting.pop()
+            shape = shape_of(value)
+            if shape is not None:
+                found.append(digest(value) if prod(shape) <= _SMALL else None)
+            elif isinstance(value, int | float | str):
+                found.append(value)
+            elif id(value) not in seen:
+                seen.add(id(value))
+                parts = entries(value) or attributes(value)
+                waiting += parts.values() if len(parts) <= _SMALL else ()
+        return repr(found)
 
     def _transfer(self, strategy: Any, batch: Any, *args: Any, **options: Any) -> Any:
         # Before the transfer, so that the device is not waited for.

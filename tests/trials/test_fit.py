@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from helpers.small import Small, trainer
+import torch
+from helpers.small import WIDTH, Small, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_perf.trials.changes import Change, LargerBatch
 from lightning_perf.trials.trial import Spec, Trial
@@ -43,3 +46,42 @@ def test_losses_of_accumulated_batches_are_whole(tmp_path: Path) -> None:
     ours = Held(tmp_path, larger).fit(tmp_path, Small(), accumulate_grad_batches=4)
     four = [float(each) for each in base["losses"][:4]]
     assert sum(four) / 4 == pytest.approx(float(ours["losses"][0]))
+
+
+class Course(Dataset[list[Tensor]]):
+    """Is told the epoch by the training, or counts what is read."""
+
+    def __init__(self) -> None:
+        self.level, self.other, self.read = 0, 1, {"items": 0}
+        self.weights = torch.zeros(2)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        self.read["items"] += 1
+        return [torch.full((WIDTH,), 0.1 * index), torch.ones(1)]
+
+
+class Learner(Small):
+    """Changes its dataset before each epoch."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def on_train_epoch_start(self) -> None:
+        self.change(self.current_epoch)
+
+
+def test_a_dataset_that_the_training_changes_is_seen(tmp_path: Path) -> None:
+    """Also within another dataset, and in a tensor; not the items that it counts itself."""
+    for change, expected in (
+        (lambda epoch: None, False),
+        (lambda epoch: setattr(data, "level", epoch), True),
+        (lambda epoch: data.weights.fill_(epoch), True),
+    ):
+        data = Course()
+        loader = DataLoader(Subset(data, range(8)), batch_size=2)
+        result = Held(tmp_path, batches=20).fit(tmp_path, Learner(change), loader)
+        assert result["dataset_changes"] == expected
