@@ -93,14 +93,15 @@ def try_(
         except TrialsFailed as error:
             raise Failure(error, 1) from None
     found = _Results(experiment, rows, best)
-    if output is not None:  # without changes, too: an earlier file may have some
-        write_text(Path(output), f"{_MARK}\n{advice.as_yaml(found.changes)}")
-    if html is not None:
-        write_text(Path(html), _page(found))
     if json:
         print_json(found.as_dict())
     else:
         _show(found)
+    # Afterwards: what cannot be written is not lost.
+    if output is not None:  # without changes, too: an earlier file may have some
+        write_text(Path(output), f"{_MARK}\n{advice.as_yaml(found.changes)}")
+    if html is not None:
+        write_text(Path(html), _page(found))
     if send is not None:
         _keep(found, send)
     return 0
@@ -236,7 +237,7 @@ class _Results:
                 yield f"{row.setting.name} takes {duration(row.startup)} longer to start"
         if left := [each.name for each in experiment.not_tried]:
             yield f"there was no time to try {', '.join(left)}: raise --minutes"
-        if not self.rows:
+        if not (self.rows or experiment.not_tried):
             yield "the verdicts suggest no change that can be tried"
 
     def as_dict(self) -> dict[str, Any]:
@@ -281,8 +282,8 @@ def _show(found: _Results) -> None:
     for line in advice.lines(found.changes):
         console.print(f"  {line}", soft_wrap=True)
     if found.patch:
-        console.print("As a patch, which is not applied:")
-        console.print(found.patch, soft_wrap=True)
+        console.print("As a patch, which is not applied; git apply does it:")
+        say(found.patch)  # with its tabs
     for note in found.notes:
         console.print(f"Note: {note}.", soft_wrap=True)
 

@@ -80,8 +80,8 @@ def patch(source: str, name: str, changes: Sequence[Candidate]) -> str:
         >>> fixed = ("Workers", 2, "num_workers=2", "input", True, [], None, 1)
         >>> change = Candidate(*fixed, trainer={}, loader={"num_workers": 2}, code="", yaml=[])
         >>> print(patch("DataLoader(data, num_workers=0)\n", "train.py", [change]))
-        --- train.py
-        +++ train.py
+        --- a/train.py
+        +++ b/train.py
         @@ -1 +1 @@
         -DataLoader(data, num_workers=0)
         +DataLoader(data, num_workers=2)
@@ -93,7 +93,7 @@ def patch(source: str, name: str, changes: Sequence[Candidate]) -> str:
     if not new:
         return ""
     before, after = (each.removesuffix("\n").split("\n") for each in (source, new))
-    diff = unified_diff(before, after, name, name, lineterm="")
+    diff = unified_diff(before, after, f"a/{name}", f"b/{name}", lineterm="")
     return "\n".join(diff)
 
 

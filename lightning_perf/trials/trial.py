@@ -102,8 +102,10 @@ class Trial(Callback):
         self._notes: list[str] = []
         # Trainers whose outputs are moved, by their ids.
         self._isolated: set[int] = set()
-        self._fits = self._loads = False
+        self._fits = False
+        # The training's one loader; and those that are being set up.
         self._loader: Any = None
+        self._loaders: list[Any] | None = None
         self._began = self._last = 0.0
         self._startup: float | None = None
         self._seconds: list[float] = []
@@ -240,21 +242,23 @@ class Trial(Callback):
             file.with_suffix(".part").replace(file)
 
     def _set_up_data(self, loop: Any) -> None:
-        self._loads = True  # those of validation are set up elsewhere
+        self._loaders = []  # those of validation are set up elsewhere
         try:
             type(loop).setup_data(loop)
         finally:
-            self._loads = False
+            if self._loaders:
+                self._loader = self._loaders[0] if len(self._loaders) == 1 else None
+            self._loaders = None
 
     def _process_loader(self, strategy: Any, loader: Any) -> Any:
-        if self._loads:
+        if self._loaders is not None:
             arguments = {key: value for each in self.changes for key, value in each.loader.items()}
             compat.end_workers(loader)
             if arguments:
                 compat.change_loader(loader, arguments)
-            if self._loader is None:
+            if not (self._loader or self._loaders):
                 self._record_samples(getattr(loader, "batch_sampler", None))
-            self._loader = loader
+            self._loaders.append(loader)
         return type(strategy).process_dataloader(strategy, loader)
 
     def _record_samples(self, sampler: Any) -> None:

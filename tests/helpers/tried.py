@@ -117,7 +117,7 @@ def train(case: str) -> None:
         enable_model_summary=False,
     )
     model = Model()
-    loaders = DataLoader(data, 4, shuffle=True, **options), DataLoader(data, 4)
+    loaders = DataLoader(data, 4, shuffle=True, **options), DataLoader(Items(case), 4)
     if ranks == 1:
         trainer.validate(model, loaders[1])
     trainer.fit(model, *loaders)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from helpers import tried
 from helpers.processes import has_ended
+from torch.utils.data import DataLoader
 
 from lightning_perf.trials import trial
 from lightning_perf.trials.experiment import Candidate, Experiment, Setting
@@ -207,3 +208,25 @@ def test_the_first_trainer_leaves_a_mark(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(trial.Trial, "attach", lambda self: None)
     trial.joined(str(tmp_path / "spec.json"))
     assert (tmp_path / TRAINER).exists()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_only_one_loader_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Of several, none is proposed a change: one value would be for all."""
+    loaders = [DataLoader([1, 2], batch_size=size) for size in range(1, count + 1)]
+    monkeypatch.setattr(trial.Trial, "_record_samples", lambda *_: None)
+    tried_here = trial.Trial(trial.Spec(str(tmp_path), str(tmp_path), [], [], 1, 1))
+
+    class Strategy:
+        def process_dataloader(self, loader: Any) -> Any:
+            return loader
+
+    class Loop:
+        def setup_data(self) -> None:
+            for each in loaders:
+                tried_here._process_loader(Strategy(), each)
+
+    tried_here._set_up_data(Loop())
+    assert tried_here._loader is (loaders[0] if count == 1 else None)
