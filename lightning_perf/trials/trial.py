@@ -256,8 +256,10 @@ class Trial(Callback):
             compat.end_workers(loader)
             if arguments:
                 compat.change_loader(loader, arguments)
-            if not (self._loader or self._loaders):
+            if self._loader is None and not self._loaders:  # a stream has no truth value
                 self._record_samples(getattr(loader, "batch_sampler", None))
+            elif self._loaders:
+                self._note("arguments of several training DataLoaders are not tried")
             self._loaders.append(loader)
         return type(strategy).process_dataloader(strategy, loader)
 

@@ -85,3 +85,17 @@ def test_a_dataset_that_the_training_changes_is_seen(tmp_path: Path) -> None:
         loader = DataLoader(Subset(data, range(8)), batch_size=2)
         result = Held(tmp_path, batches=20).fit(tmp_path, Learner(change), loader)
         assert result["dataset_changes"] == expected
+
+
+def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:
+    """One of them cannot stand for all."""
+    loaders = {size: DataLoader(Course(), batch_size=size) for size in (1, 2)}
+
+    class First(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[1], batch_idx)
+
+    result = Held(tmp_path, batches=None, least=2, seconds=0.0).fit(tmp_path, First(), loaders)
+    assert result["batch_size"] is None
+    assert not [each["loader"] for each in result["candidates"] if each["loader"]]
+    assert result["notes"] == ["arguments of several training DataLoaders are not tried"]
