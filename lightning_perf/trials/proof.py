@@ -96,7 +96,8 @@ def same_training(
     if name is None:
         return "equal" if base["losses"] else "unknown"
     if any(_difference(base, each, name) is not None for each in again):
-        if dataset == "unknown" and name != "losses":  # a stream, which workers may repeat
+        # Workers may repeat a stream, and copy a state such as a generator of random numbers.
+        if dataset in ("unknown", "stateful") and name != "losses":
             return "unknown: two runs as it is have other batches, too"
         return _within(ours, base, seeded, "two runs as it is differ, too")
     if name == "batches" and dataset == "random":
@@ -133,12 +134,28 @@ def _within(ours: Result, base: Result, seeded: Sequence[Result], why: str) -> s
     level, *others = (_level(each) for each in (ours, base, *seeded))
     if not seeded or not all(map(isfinite, others)):
         return f"unknown ({why})"
-    if abs(level - others[0]) <= max(abs(a - b) for a, b in combinations(others, 2)):
+    limit = max(abs(a - b) for a, b in combinations(others, 2))
+    if all(each[name] == base[name] for each in seeded for name in ("samples", "batches")):
+        limit = max(limit, _chance(base))  # no seed has other batches
+    if abs(level - others[0]) <= limit:
         return f"alike ({why})"  # not with NaN
     return f"not equal: losses differ by more than those of other seeds ({why})"
 
 
+def _later(result: Result) -> list[float]:
+    """The later half of the losses."""
+    losses = [float(each) for each in result["losses"]]
+    return losses[len(losses) // 2 :]
+
+
 def _level(result: Result) -> float:
     """The mean of the later half of the losses."""
-    losses = [float(each) for each in result["losses"]]
-    return float(np.mean(losses[len(losses) // 2 :])) if losses else float("nan")
+    return float(np.mean(_later(result))) if result["losses"] else float("nan")
+
+
+def _chance(result: Result) -> float:
+    """The standard error of `_level`: from neighbouring losses, so that learning is no noise."""
+    losses = _later(result)
+    if len(losses) < 2:
+        return 0.0
+    return float(np.sqrt(np.mean(np.diff(losses) ** 2) / 2 / len(losses)))

@@ -150,7 +150,20 @@ def test_a_stream_in_another_order_each_time_is_unknown() -> None:
     base, again, ours = (result(BASE, batches=each) for each in ("abcd", "bcda", "aacc"))
     found = same_training(ours, [base, again], SEEDED, True, "unknown")
     assert found == "unknown: two runs as it is have other batches, too"
+    assert same_training(ours, [base, again], SEEDED, True, "stateful") == found
     assert same_training(ours, [base, again], SEEDED, True, "fixed").startswith("alike")
+    assert same_training(ours, [base, again], SEEDED, True, "").startswith("alike")
+
+
+def test_rounding_is_measured_where_nothing_is_random() -> None:
+    """Seeds change nothing there; how losses differ between batches says what chance is."""
+    losses = [0.5, 0.3, 0.4, 0.2, 0.3, 0.1]
+    base, rounded, other = (result([each + more for each in losses]) for more in (0, 1e-6, 0.2))
+    assert same_training(rounded, [base], [base] * 2, False, "fixed") == "alike (rounding)"
+    assert same_training(other, [base], [base] * 2, False, "fixed").startswith("not equal")
+    # Other batches at other seeds are a measure themselves.
+    seeded = [result(losses, batches="dcba")] * 2
+    assert same_training(rounded, [base], seeded, False, "fixed").startswith("not equal")
 
 
 def test_larger_batches_are_compared_over_the_same_samples() -> None:
