@@ -237,7 +237,12 @@ class _Results:
                 yield f"{row.setting.name} takes {duration(row.startup)} longer to start"
         if left := [each.name for each in experiment.not_tried]:
             yield f"there was no time to try {', '.join(left)}: raise --minutes"
-        if not (self.rows or experiment.not_tried):
+        for each in experiment.too_long:
+            yield (
+                f"{each.name} is not tried: {each.period:,.0f} batches, after which it is seen as "
+                "often as it is meant, are longer than the training or than a trial can be"
+            )
+        if not (self.rows or experiment.not_tried or experiment.too_long):
             yield "the verdicts suggest no change that can be tried"
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the training imports.
 from __future__ import annotations
 
 import gc
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -440,11 +441,13 @@ class ValidationInterval(Change):
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         trainer = seen.trainer
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
-        if epochs is not None and every == 1.0:
-            yield cls({"check_val_every_n_epoch": 2 * epochs})
-        elif isinstance(every, int | float):
-            rarer = 2 * every if isinstance(every, int) else min(2 * every, 1.0)
-            yield cls({"val_check_interval": rarer})
+        if not isinstance(every, int | float):  # a time
+            return
+        share = every if isinstance(every, float) else every / trainer.num_training_batches
+        once = epochs is not None and share > _MOST  # per epoch
+        yield cls(
+            {"check_val_every_n_epoch": 2 * epochs} if once else {"val_check_interval": 2 * every}
+        )
 
     @property
     @override
@@ -458,9 +461,16 @@ class ValidationInterval(Change):
 
     @override
     def period(self, seen: Seen) -> float:
-        every = self.value.get("val_check_interval", 1.0)
-        batches = every if isinstance(every, int) else every * seen.trainer.num_training_batches
-        return float(batches * self.value.get("check_val_every_n_epoch", 1))
+        batches, epochs = seen.trainer.num_training_batches, seen.trainer.check_val_every_n_epoch
+        if rarer := self.value.get("check_val_every_n_epoch"):
+            return float(rarer * batches)
+        every = self.value["val_check_interval"]
+        between = every if isinstance(every, int) else int(every * batches)
+        if epochs is None or batches == inf:
+            return between
+        # In each epoch the batches are counted anew: what is left over may halve otherwise.
+        halves = epochs == 1 and batches // between * 2 == batches // (between / 2)
+        return between if halves else float(epochs * batches)
 
 
 class CheckpointInterval(Change):

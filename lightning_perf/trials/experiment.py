@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from itertools import count, pairwise
-from math import ceil, inf, lcm, log, sqrt
+from math import ceil, floor, inf, lcm, log, sqrt
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -148,8 +148,8 @@ class Experiment:
         self.batches: int | None = None
         # By what trials do besides training: they have multiples of so many batches.
         self._periods: dict[str, int] = {}
-        # Whether trials do all that the first run does.
-        self._whole = False
+        # Whether trials do all that the first run does, and whether that one ended by itself.
+        self._whole = self._ends = False
         self.allowed = 60 * minutes * _FIRST + _GRACE
         #: Trials so far, and rounds.
         self.count = self._round = 0
@@ -160,6 +160,8 @@ class Experiment:
         self.written: list[str] = []
         #: Changes for which there was no time.
         self.not_tried: list[Candidate] = []
+        #: Changes whose period is longer than a trial can be.
+        self.too_long: list[Candidate] = []
 
     def close(self) -> None:
         """Delete what trials have written."""
@@ -198,7 +200,7 @@ class Experiment:
         Raises:
             TrialsFailed: It fails, or is too short.
         """
-        began, before = monotonic(), _files(Path())
+        before = _files(Path())
         self.first = self.run(Setting(keeps=_ALL))
         self.written = sorted(name for name, _ in _files(Path()) - before)
         if self.first.error is not None:
@@ -215,10 +217,15 @@ class Experiment:
         burst = lcm(*(each.loader.get("num_workers") or 1 for each in candidates))
         whole = epoch if epoch and epoch <= batches else burst
         batches = ceil(batches / whole) * whole
-        if monotonic() - began < self._seconds:  # it ended by itself
+        self._ends = result["seconds"] < self._seconds
+        if self._ends:
             batches = min(batches, timed)
         self.batches = batches
         self.allowed = _SLOWER * self.first.wall_seconds + _GRACE
+        left = (self._end - monotonic()) / (2 * FEWEST)
+        longest = timed if self._ends else left / self.first.per_batch
+        self.too_long = [each for each in candidates if (each.period or 1) > longest]
+        candidates = [each for each in candidates if each not in self.too_long]
         self._periods = {name: ceil(c.period or 1) for c in candidates for name in c.keeps}
         return candidates
 
@@ -226,10 +233,9 @@ class Experiment:
         """Run one trial."""
         self.count += 1
         longest = max((self._end - monotonic()) * _FIRST, 2 * self._seconds)
-        batches = self.batches and max(
-            ceil(self.batches / each) * each
-            for each in (1, *(self._periods.get(name, 1) for name in setting.keeps))
-        )
+        period = lcm(*(self._periods.get(name, 1) for name in setting.keeps))
+        rounded = floor if self._ends else ceil
+        batches = self.batches and max(rounded(self.batches / period), 1) * period
         spec = {
             "changes": [[each.kind, each.value] for each in setting.changes],
             "keeps": _ALL if self._whole else setting.keeps, "warm_up": _WARM_UP,
@@ -259,9 +265,11 @@ class Experiment:
 
     def _measure(self, setting: Setting) -> None:
         outcome = self.run(setting)
-        if outcome.error and not (setting.changes or self._whole or self._of(setting)):
+        hangs = outcome.wall_seconds > self.allowed
+        if outcome.error and not (setting.changes or self._whole or hangs or self._of(setting)):
             # It may need what trials leave out, such as a metric of validation.
             self._whole = True
+            self._outcomes.clear()  # they have done less
             self.tell(f"trial {self.count}: {setting.name}: {outcome.error}: all is kept from now")
             outcome = self.run(setting)
         self._outcomes.append((self._round, setting, outcome))

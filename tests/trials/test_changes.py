@@ -110,6 +110,32 @@ def test_intervals_are_those_of_the_advice(tmp_path: Path) -> None:
     assert change.period(found) == 30
 
 
+@pytest.mark.parametrize(
+    ("every", "epochs", "expected", "period"),
+    [
+        (1.0, 1, {"check_val_every_n_epoch": 2}, 200),
+        (0.75, 1, {"check_val_every_n_epoch": 2}, 200),
+        (60, 1, {"check_val_every_n_epoch": 2}, 200),
+        (1, 1, {"val_check_interval": 2}, 2),
+        (0.5, 3, {"val_check_interval": 1.0}, 300),
+        (10, 1, {"val_check_interval": 20}, 20),
+        (30, 1, {"val_check_interval": 60}, 100),  # 3 in an epoch, and 1
+        (30, None, {"val_check_interval": 60}, 60),
+        ("00:10:00", 1, None, None),
+    ],
+)
+def test_half_as_many_validations(
+    tmp_path: Path, every: Any, epochs: int | None, expected: Any, period: int | None
+) -> None:
+    """Not more batches than an epoch has, where they are counted in each epoch."""
+    found = seen(tmp_path, verdict("validation-bound"))
+    found.trainer.fit_loop.max_batches = 100
+    found.trainer.val_check_interval, found.trainer.check_val_every_n_epoch = every, epochs
+    proposed = list(proposals(found, ("validation",)))
+    assert [each.value for each in proposed] == ([expected] if expected else [])
+    assert [each.period(found) for each in proposed] == ([period] if period else [])
+
+
 def test_values_travel_as_json(tmp_path: Path) -> None:
     """The process of a trial makes the same change again."""
     every = [verdict(code) for kind in CHANGES for code in kind.codes]

@@ -191,35 +191,61 @@ def test_samples_are_compared_although_losses_never_repeat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "epoch", "expected"),
+    ("listed", "epoch", "timed", "expected"),
     [
         # Half as often is half of the cost of validation, not none of it.
-        (candidate(keeps=["validation"], period=80.0), 40, [160, 160, 120]),
+        (candidate(keeps=["validation"], period=80.0), 40, 500, [160, 160, 120]),
         # Four workers deliver four batches at once.
-        (candidate(loader={"num_workers": 4}), None, [88, 88, 88]),
+        (candidate(loader={"num_workers": 4}), None, 500, [88, 88, 88]),
+        # A training that ends after so many batches.
+        (candidate(keeps=["validation"], period=20.0), None, 50, [40, 40, 50]),
     ],
 )
 def test_trials_have_whole_periods(
-    monkeypatch: pytest.MonkeyPatch, listed: Candidate, epoch: int | None, expected: list[int]
+    monkeypatch: pytest.MonkeyPatch,
+    listed: Candidate,
+    epoch: int | None,
+    timed: int,
+    expected: list[int],
 ) -> None:
     specs: list[Any] = []
+    trials = started(monkeypatch, specs, listed, epoch=epoch, timed=timed)
+    (change,) = trials.start()
+    trials.run(Setting((change,), tuple(change.keeps)))
+    trials.run(Setting(keeps=tuple(change.keeps)))
+    trials.run(Setting())
+    assert [each["batches"] for each in specs[1:]] == expected
+
+
+def started(
+    monkeypatch: pytest.MonkeyPatch, specs: list[Any], listed: Candidate, **fields: Any
+) -> Experiment:
+    """Trials whose first run, of batches of 58 ms, proposes one change."""
 
     def run_trial(*args: Any) -> Outcome:
         specs.append(args[3])
         found = outcome(1.0)
+        defaults = {"median": 0.058, "candidates": [listed._asdict()], "dataset": "fixed"}
         found.result.update(  # type: ignore[attr-defined]
-            median=0.058, epoch=epoch, candidates=[listed._asdict()], timed=500, dataset="fixed"
+            defaults | fields | {"seconds": 0.06 * fields["timed"]}
         )
         return found
 
     monkeypatch.setattr(experiment, "run_trial", run_trial)
     trials = Experiment(["true"], 1, 5, [], lambda _: None)
     trials.close()
-    (change,) = trials.start()
-    trials.run(Setting((change,), tuple(change.keeps)))
-    trials.run(Setting(keeps=tuple(change.keeps)))
-    trials.run(Setting())
-    assert [each["batches"] for each in specs[1:]] == expected
+    return trials
+
+
+@pytest.mark.parametrize(("period", "timed"), [(200.0, 500), (60.0, 50)])
+def test_a_change_whose_period_is_too_long_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, period: float, timed: int
+) -> None:
+    """For the time, or for a training that ends: the number of validations would be chance."""
+    listed = candidate(keeps=["validation"], period=period)
+    trials = started(monkeypatch, [], listed, epoch=None, timed=timed)
+    assert trials.start() == []
+    assert trials.too_long == [listed]
 
 
 class Needy(Simulated):
@@ -242,6 +268,32 @@ class Broken(Simulated):
 
     def run(self, setting: Setting) -> Outcome:
         return Outcome({}, "OSError: locked", 1.0, 0)
+
+
+class Late(Simulated):
+    """A training that needs validation where it writes checkpoints, and is faster without."""
+
+    def run(self, setting: Setting) -> Outcome:
+        if self._whole:
+            return super().run(setting)
+        return Outcome({}, "KeyError: 'val_loss'", 1.0, 0) if setting.keeps else outcome(0.01)
+
+
+def test_trials_before_validation_was_needed_are_forgotten() -> None:
+    """Rounds in which only one side had it are no comparison."""
+    trials = Late(0, 0.01, {"a": 1.5, "b": 1.5})
+    both = [candidate("a", keeps=["checkpoint"]), candidate("b")]
+    trials.start = lambda: both  # type: ignore[method-assign]
+    rows, _ = trials.results()
+    assert [row.speedup and round(row.speedup.ratio, 1) for row in rows] == [1.5, 1.5]
+
+
+def test_a_trial_that_hangs_does_not_need_validation() -> None:
+    trials = Simulated(0, 0.01, {})
+    trials.allowed = 10.0
+    trials.run = lambda _: Outcome({}, "stopped after 11 s", 11.0, 0)  # type: ignore[method-assign]
+    trials._measure(Setting())
+    assert not trials._whole
 
 
 def test_a_change_is_not_blamed_for_what_fails_without_it() -> None:
