@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import tempfile
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from json import dumps
@@ -221,8 +221,9 @@ class _Results:
         script = next(filter(Path.is_file, named), None)
         if script is None or not self.changes:
             return ""
-        source = read_bytes(script).decode("utf-8", "replace")
-        return advice.patch(source, str(script), self.changes)
+        with suppress(UnicodeDecodeError):
+            return advice.patch(read_bytes(script).decode(), str(script), self.changes)
+        return ""
 
     @property
     def notes(self) -> Iterator[str]:
@@ -288,7 +289,7 @@ def _show(found: _Results) -> None:
         console.print(f"  {line}", soft_wrap=True)
     if found.patch:
         console.print("As a patch, which is not applied; git apply does it:")
-        say(found.patch)  # with its tabs
+        say(found.patch.rstrip())  # with its tabs
     for note in found.notes:
         console.print(f"Note: {note}.", soft_wrap=True)
 
@@ -303,6 +304,6 @@ def _page(found: _Results) -> str:
     if lines := advice.lines(found.changes):
         parts += [Heading("What to write"), *lines]
     if found.patch:
-        parts += [Heading("As a patch"), *found.patch.splitlines()]
+        parts += [Heading("As a patch"), found.patch]
     parts += [f"Note: {note}." for note in found.notes]
     return page(f"Trials of {' '.join(found.experiment.command)}", parts)

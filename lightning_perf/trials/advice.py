@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from difflib import unified_diff
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
@@ -18,6 +19,10 @@ _POSITIONS = (
     "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn",
     "pin_memory",
 )  # fmt: skip
+#: Functions whose data are not those of the training.
+_OTHER_DATA = ("val_dataloader", "test_dataloader", "predict_dataloader")
+#: What a patch says after a last line that has no end.
+_NO_END = "\\ No newline at end of file\n"
 #: The classes whose arguments changes set, by the field of a `Candidate`.
 _CLASSES = {"trainer": "Trainer", "loader": "DataLoader"}
 
@@ -79,7 +84,7 @@ def patch(source: str, name: str, changes: Sequence[Candidate]) -> str:
         >>> from lightning_perf.trials.experiment import Candidate
         >>> fixed = ("Workers", 2, "num_workers=2", "input", True, [], None, 1)
         >>> change = Candidate(*fixed, trainer={}, loader={"num_workers": 2}, code="", yaml=[])
-        >>> print(patch("DataLoader(data, num_workers=0)\n", "train.py", [change]))
+        >>> print(patch("DataLoader(data, num_workers=0)\n", "train.py", [change]), end="")
         --- a/train.py
         +++ b/train.py
         @@ -1 +1 @@
@@ -92,9 +97,10 @@ def patch(source: str, name: str, changes: Sequence[Candidate]) -> str:
             new = _with_arguments(new, kind, given)
     if not new:
         return ""
-    before, after = (each.removesuffix("\n").split("\n") for each in (source, new))
-    diff = unified_diff(before, after, f"a/{name}", f"b/{name}", lineterm="")
-    return "\n".join(diff)
+    # Lines end at line feeds alone, as in the parser of Python and in git.
+    diff = unified_diff([*StringIO(source)], [*StringIO(new)], f"a/{name}", f"b/{name}")
+    ended = (line if line.endswith("\n") else f"{line}\n{_NO_END}" for line in diff)
+    return "".join(ended)
 
 
 def _with_arguments(source: str, kind: str, given: Mapping[str, Any]) -> str:
@@ -112,17 +118,16 @@ def _with_arguments(source: str, kind: str, given: Mapping[str, Any]) -> str:
         keywords |= {key: ast.keyword(key, ast.Constant(value)) for key, value in given.items()}
         call.keywords = list(keywords.values())
         return new if ast.dump(tree) == ast.dump(ast.parse(new)) else ""
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, IndexError):  # the last one with other ends of lines
         return ""
 
 
 def _only_call(tree: ast.AST, kind: str) -> ast.Call | None:
-    """The one call of a class; of several, the one in the function that loads training data."""
-    calls = list(_calls(tree, kind))
-    if len(calls) > 1:
-        functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
-        training = [each for each in functions if each.name == "train_dataloader"]
-        calls = [call for each in training for call in _calls(each, kind)]
+    """The one call of a class, those that load other data than the training's left out."""
+    functions = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef))
+    others = [each for each in functions if each.name in _OTHER_DATA]
+    apart = {call for each in others for call in _calls(each, kind)}
+    calls = [call for call in _calls(tree, kind) if call not in apart]
     return calls[0] if len(calls) == 1 else None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from math import inf, log
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -389,6 +391,9 @@ def test_a_patch_sets_literal_arguments() -> None:
         "DataLoader(x for x in y)\n",
         "DataLoader(x, 8, True, None, None, 4)\n",
         "DataLoader(*args)\n",
+        "def val_dataloader(self):\n    return DataLoader(x)\n",
+        "def train_dataloader(self):\n    return DataLoader(x)\nDataLoader(y)\n",
+        "x = 1\rDataLoader(x)\r",
     ],
 )
 def test_a_doubt_gives_no_patch(source: str) -> None:
@@ -405,3 +410,23 @@ def test_a_call_without_arguments_gets_them() -> None:
     assert changed("d = DataLoader[int](x)\n", WORKERS)[1] == (
         "+d = DataLoader[int](x, num_workers=2)"
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import x\n\nDataLoader(x)",
+        "import x\r\n\r\nDataLoader(x)\r\nx.y()\r\n",
+        "import x\n\f\nDataLoader(x)\n",
+        "if 1:\n\tDataLoader(x)\n",
+        "x = 'ä\x85ö\u2028'; DataLoader(x)\n",
+    ],
+)
+def test_git_applies_a_patch(tmp_path: Path, source: str) -> None:
+    """Without an end of the last line, and with other ends and controls than usual."""
+    script = tmp_path / "train.py"
+    script.write_bytes(source.encode())
+    diff = patch(source, "train.py", [WORKERS])
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff.encode(), check=True)
+    changed = source.replace("DataLoader(x)", "DataLoader(x, num_workers=2)")
+    assert script.read_bytes() == changed.encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -77,13 +78,13 @@ class Learner(Small):
 def test_a_dataset_that_the_training_changes_is_seen(tmp_path: Path) -> None:
     """Also within another dataset, and in a tensor; not the items that it counts itself."""
     for change, expected in (
-        (lambda epoch: None, False),
-        (lambda epoch: setattr(data, "level", epoch), True),
-        (lambda epoch: data.weights.fill_(epoch), True),
+        (lambda data, epoch: None, False),
+        (lambda data, epoch: setattr(data, "level", epoch), True),
+        (lambda data, epoch: data.weights.fill_(epoch), True),
     ):
         data = Course()
         loader = DataLoader(Subset(data, range(8)), batch_size=2)
-        result = Held(tmp_path, batches=20).fit(tmp_path, Learner(change), loader)
+        result = Held(tmp_path, batches=20).fit(tmp_path, Learner(partial(change, data)), loader)
         assert result["dataset_changes"] == expected
 
 
