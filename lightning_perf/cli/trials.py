@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from json import dumps
 from math import inf
 from pathlib import Path
+from shlex import join
 from shutil import which
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -73,15 +74,13 @@ def try_(
         json: Print JSON.
     """
     command = _checked(command, minutes=minutes, seconds=seconds)
-    if only:
-        _check_groups(only)
     for file, mark in ((output, _MARK), (html, 'name="generator" content="lightning_perf"')):
         if file is not None:
             check_output(Path(file), mark.encode())
     send = _artifacts(keep, tracking_uri) if keep is not None else None
     tell = partial(say, file=sys.stderr, flush=True)
     tell(
-        f"Trying {' '.join(command)} for up to {minutes:g} minutes. Loggers and checkpoints write "
+        f"Trying {join(command)} for up to {minutes:g} minutes. Loggers and checkpoints write "
         "to a temporary folder; what the command itself writes or sends, it does in each trial."
     )
     with (
@@ -167,16 +166,6 @@ def _keep(found: _Results, send: Callable[[Path, str], None]) -> None:
                 raise Failure(f"--keep: {name} was not sent: {describe(error)}", 1) from error
 
 
-def _check_groups(only: Sequence[str]) -> None:
-    """Refuse groups that no change has."""
-    from lightning_perf.trials.changes import CHANGES  # imports torch
-
-    known = sorted({kind.group for kind in CHANGES})
-    for name in only:
-        if name not in known:
-            raise Failure(f"--only {name} is not a group of changes: {', '.join(known)}")
-
-
 @dataclass(frozen=True)
 class _Results:
     """What an experiment has found, for all views of it."""
@@ -243,7 +232,9 @@ class _Results:
                 f"{each.name} is not tried: {each.period:,.0f} batches, after which it is seen as "
                 "often as it is meant, are longer than the training or than a trial can be"
             )
-        if not (self.rows or experiment.not_tried or experiment.too_long):
+        if not experiment.first.result["verdicts"]:
+            yield "the first run gave no diagnosis: it was too short, or Trainer(barebones=True)"
+        elif not (self.rows or experiment.not_tried or experiment.too_long):
             yield "the verdicts suggest no change that can be tried"
 
     def as_dict(self) -> dict[str, Any]:
@@ -260,7 +251,8 @@ class _Results:
 def _cells(row: Row) -> tuple[str, ...]:
     predicted = f"{row.predicted:.2f}x" if row.predicted else ""
     if row.speedup is None:
-        return row.setting.name, predicted, "", "", f"failed: {row.failure}", ""
+        why = f"failed: {row.failure}" if row.failure else "there was no time"
+        return row.setting.name, predicted, "", "", why, ""
     found = row.speedup
     interval = f"{found.low:.2f} to {found.high:.2f}" if found.high < inf else "too few rounds"
     memory = " -> ".join(map(bytes_text, row.memory or ()))

@@ -342,14 +342,19 @@ class FusedOptimizer(Change):
     """Update all weights in one kernel."""
 
     group, codes, exact = "optimizer", _COMPUTING, False
-    title, code = "fused=True", "torch.optim.AdamW(..., fused=True)"
+    title = "fused=True"
 
     @override
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         groups = [group for each in seen.trainer.optimizers for group in each.param_groups]
         if groups and all("fused" in group and not group["fused"] for group in groups):
-            yield cls()
+            yield cls([type(each).__name__ for each in seen.trainer.optimizers])
+
+    @property
+    @override
+    def code(self) -> str:
+        return "\n".join(f"{name}(..., fused=True)" for name in dict.fromkeys(self.value))
 
     @override
     def begin(self, trainer: Any) -> None:

@@ -59,6 +59,8 @@ class Discarded(_OWN.loggers.logger.DummyLogger):  # type: ignore[misc]
 def moved_logger(logger: Any, folder: Path) -> Any:
     """A logger that writes below this folder, or one that writes nothing."""
     if not (is_a(logger, *_FOLDER_LOGGERS) and "_root_dir" in vars(logger)):
+        if is_a(logger, "WandbLogger"):
+            sys.modules["wandb"].init(mode="disabled")  # modules may call wandb.log themselves
         return Discarded(str(folder))
     moved = copy.copy(logger)
     own = vars(moved)

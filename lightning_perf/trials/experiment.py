@@ -90,7 +90,7 @@ class Row(NamedTuple):
     speedup: Speedup | None = None
     #: As `same_training` says.
     same: str = "unknown"
-    #: Why there is no speed-up.
+    #: Why it was not measured; None if there was no time.
     failure: str | None = None
     #: Bytes, before and after.
     memory: tuple[int, ...] = ()
@@ -207,6 +207,9 @@ class Experiment:
             raise TrialsFailed(f"the training fails before any change: {self.first.error}")
         result, (least, most) = self.first.result, _BATCHES
         timed, epoch = result["timed"], result.get("epoch")
+        if timed < least and result["seconds"] > self._seconds:
+            slow = f"a batch takes {duration(self.first.per_batch)}, and a trial needs"
+            raise TrialsFailed(f"{slow} {_WARM_UP + least} of them: raise --minutes")
         if timed < least:
             raise TrialsFailed(
                 f"the training has {timed} batches after {_WARM_UP} of warm-up; trials need {least}"
@@ -348,7 +351,7 @@ class Experiment:
         if not theirs and (also := self._failure(Setting(keeps=setting.keeps))):
             failure = f"as it is fails, too, in a trial: {also}"
         if failure or not (ours and theirs):
-            return Row(setting, failure=failure or "there was no time")
+            return Row(setting, failure=failure)
         starts = [np.mean([x.result["startup"] or 0.0 for x in some]) for some in (theirs, ours)]
         seeded = [x.result for seed in _SEEDS for x in self._of(Setting(seed=seed)).values()]
         same = same_training(

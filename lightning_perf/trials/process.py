@@ -147,7 +147,7 @@ def _without_result(
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if process.returncode:
         lines = [found[1] for line in lines if (found := _EXCEPTION.fullmatch(line))] or lines
-    last = printable(lines[-1])[:_LINE] if lines else "it printed nothing"
+    last = printable(lines[-1])[:_LINE] if lines else f"exit code {process.returncode}"
     if process.returncode:
         return last
     if (output.parent / TRAINER).exists():

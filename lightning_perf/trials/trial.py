@@ -25,14 +25,14 @@ import torch
 from torch import Tensor
 
 from lightning_perf.cgroup import usable_cpus
-from lightning_perf.errors import describe
+from lightning_perf.errors import describe, redacted
 from lightning_perf.files import finite, read_json, write_text
 from lightning_perf.flops.batch import MOST_OBJECTS, attributes, entries, shape_of, tensors
 from lightning_perf.run.compat import PassThroughProfiler, callback_class, loader_batch_size
 from lightning_perf.run.context import current_run
 from lightning_perf.tracking.summary import text_of
 from lightning_perf.trials import compat
-from lightning_perf.trials.changes import Seen, change_of, proposals
+from lightning_perf.trials.changes import CHANGES, Seen, change_of, proposals
 from lightning_perf.trials.process import RESULT, TRAINER
 
 if TYPE_CHECKING:
@@ -209,6 +209,10 @@ class Trial(Callback):
 
     def _prepare(self, trainer: Any, model: Any) -> Any:
         """Make the changes, and give all trials the same weights and random numbers."""
+        known = sorted({kind.group for kind in CHANGES})
+        for name in self.spec.only:
+            if name not in known:
+                raise ValueError(f"--only {name} is not a group of changes: {', '.join(known)}")
         if trainer.num_nodes > 1:
             raise RuntimeError(f"trials are of one node, and this training has {trainer.num_nodes}")
         trainer.num_sanity_val_steps = 0
@@ -366,11 +370,7 @@ class Trial(Callback):
         file = self._folder / RESULT
         try:
             if (error is not None or not trainer.global_rank) and not file.exists():
-                content = (
-                    {"error": describe(error).partition("\n")[0]}
-                    if error
-                    else self._result(trainer)
-                )
+                content = {"error": _reason(error)} if error else self._result(trainer)
                 write_text(file, text_of(content))
         except BaseException as failure:
             write_text(file, text_of({"error": describe(failure)}))
@@ -433,6 +433,13 @@ class Trial(Callback):
             "dataset": kind_of_items(loader),
             "command_line": bool(config),
         }
+
+
+def _reason(error: BaseException) -> str:
+    """The line that says why; of an error in a worker the last one of the traceback within."""
+    if "Traceback (most recent call last):" in str(error):
+        return redacted(str(error).strip().splitlines()[-1])
+    return describe(error).partition("\n")[0]
 
 
 def synchronize(trainer: Any) -> None:

@@ -18,7 +18,8 @@ from helpers.command import call
 from helpers.processes import has_ended
 from mlflow import MlflowClient
 
-from lightning_perf.trials.experiment import Experiment
+from lightning_perf import Verdict
+from lightning_perf.trials.experiment import Experiment, Row, Setting
 from lightning_perf.trials.process import Outcome
 
 
@@ -28,7 +29,6 @@ from lightning_perf.trials.process import Outcome
         ([], 2, "there is no command"),
         (["--minutes", "0", "true"], 2, "--minutes 0.0 is not a positive number"),
         (["--seconds", "nan", "true"], 2, "--seconds nan is not a positive number"),
-        (["--only", "inputs", "true"], 2, "--only inputs is not a group of changes: batch,"),
         (["no-such-program"], 127, "no-such-program is not a program"),
         (["python", "-m", "papermill", "train.ipynb"], 2, "notebooks cannot be tried"),
         (["true"], 1, "the training fails before any change: no Trainer was seen"),
@@ -47,6 +47,33 @@ def test_no_file_of_others_is_replaced(capsys: pytest.CaptureFixture[str], tmp_p
     theirs.write_text("trainer: {}")
     assert call(capsys, "try", "-o", str(theirs), "true")[0] == 2
     assert theirs.read_text() == "trainer: {}"
+
+
+HEALTHY = [Verdict("healthy", "info").as_dict()]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "rows", "why"),
+    [
+        ([], [], "Note: the first run gave no diagnosis: it was too short, or Trainer(bare"),
+        (HEALTHY, [], "Note: the verdicts suggest no change that can"),
+        (HEALTHY, [Row(Setting())], "there was no time"),
+    ],
+)
+def test_why_there_is_no_answer(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verdicts: list[dict[str, object]],
+    rows: list[Row],
+    why: str,
+) -> None:
+    monkeypatch.setattr(Experiment, "results", lambda self: (rows, None))
+    first = Outcome({"verdicts": verdicts, "notes": []}, None, 1.0, 0)
+    monkeypatch.setattr(Experiment, "first", first, raising=False)
+    code, out, _ = call(capsys, "try", "true")
+    assert code == 0
+    assert why in out
+    assert "failed" not in out
 
 
 def test_an_earlier_file_keeps_no_old_change(

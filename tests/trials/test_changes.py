@@ -182,7 +182,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
 
 
 def test_fused_optimizer(tmp_path: Path) -> None:
-    change = changes.FusedOptimizer()
+    change = changes.FusedOptimizer(["SGD"])
     found = trained(tmp_path, change, lambda made, _: made.optimizers[0].param_groups[0]["fused"])
     assert found is True
 

@@ -13,7 +13,7 @@ import yaml
 
 from lightning_perf.trials import experiment
 from lightning_perf.trials.advice import as_yaml, lines, patch
-from lightning_perf.trials.experiment import Candidate, Experiment, Setting
+from lightning_perf.trials.experiment import Candidate, Experiment, Setting, TrialsFailed
 from lightning_perf.trials.process import Outcome
 from lightning_perf.trials.proof import MOST, same_training, speedup
 
@@ -229,7 +229,7 @@ def started(
         found = outcome(1.0)
         defaults = {"median": 0.058, "candidates": [listed._asdict()], "dataset": "fixed"}
         found.result.update(  # type: ignore[attr-defined]
-            defaults | fields | {"seconds": 0.06 * fields["timed"]}
+            defaults | fields | {"seconds": fields.get("seconds_per_batch", 0.06) * fields["timed"]}
         )
         return found
 
@@ -248,6 +248,14 @@ def test_a_change_whose_period_is_too_long_is_not_tried(
     trials = started(monkeypatch, [], listed, epoch=None, timed=timed)
     assert trials.start() == []
     assert trials.too_long == [listed]
+
+
+def test_slow_batches_are_not_taken_for_a_short_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = started(monkeypatch, [], candidate(), timed=9, seconds_per_batch=3.0)
+    with pytest.raises(TrialsFailed, match=r"takes 3\.00 s, .* 20 of them: raise --minutes"):
+        trials.start()
+    with pytest.raises(TrialsFailed, match="the training has 9 batches after 10 of warm-up"):
+        started(monkeypatch, [], candidate(), timed=9).start()
 
 
 class Needy(Simulated):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_perf.trials.changes import Change, LargerBatch
-from lightning_perf.trials.trial import Spec, Trial
+from lightning_perf.trials.trial import Spec, Trial, _reason
 
 
 class Ended(Exception):
@@ -29,14 +29,16 @@ class Held(Trial):
         super().__init__(Spec(str(folder), str(folder), **(defaults | fields)))
 
     def _end(self, trainer: Any, error: BaseException | None = None) -> NoReturn:
-        self.result = dict(self._result(trainer))
-        raise error or Ended
+        if not isinstance(error, Ended):
+            self.result = {"error": _reason(error)} if error else dict(self._result(trainer))
+        raise Ended
 
     def fit(self, folder: Path, module: Any, *data: Any, **options: Any) -> dict[str, Any]:
         """The result of a fit."""
         made = trainer(folder, self, max_epochs=50, **options)
+        self._isolate(made)
         with pytest.raises(Ended):
-            made.fit(self._prepare(made, module), *data)
+            self._fit(made.fit, made, module, *data)
         return self.result
 
 
@@ -100,3 +102,38 @@ def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:
     assert result["batch_size"] is None
     assert not [each["loader"] for each in result["candidates"] if each["loader"]]
     assert result["notes"] == ["arguments of several training DataLoaders are not tried"]
+
+
+def test_an_error_in_a_worker_is_named(tmp_path: Path) -> None:
+    """Not the line of torch around it."""
+
+    class Broken(Course):
+        def __getitem__(self, index: int) -> list[Tensor]:
+            raise OSError(f"no file {index}")
+
+    loader = DataLoader(Broken(), batch_size=2, num_workers=1)
+    assert Held(tmp_path).fit(tmp_path, Small(), loader) == {"error": "OSError: no file 0"}
+
+
+def test_an_unknown_group_is_refused_where_own_groups_are_known(tmp_path: Path) -> None:
+    """The training's packages may have added theirs."""
+    error = Held(tmp_path, batches=None, only=("inputs",)).fit(tmp_path, Small())["error"]
+    assert error.startswith("ValueError: --only inputs is not a group of changes: batch, ")
+
+
+def test_modules_may_use_wandb_themselves(tmp_path: Path) -> None:
+    """As they do beside Lightning's logger, which a trial replaces, and which starts it."""
+    wandb = pytest.importorskip("wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    class Logs(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            wandb.log({"own": 1})
+            return super().training_step(batch, batch_idx)
+
+    try:
+        result = Held(tmp_path).fit(tmp_path, Logs(), logger=WandbLogger(save_dir=tmp_path))
+    finally:
+        wandb.finish()
+    assert "error" not in result
+    assert not list(tmp_path.glob("*wandb*"))

@@ -191,6 +191,7 @@ pathlib.Path(os.environ["{VARIABLE}"]).with_name("{TRAINER}").touch()
         ("raise OSError('no data')", "OSError: no data"),
         (f"print('[rank0]: OSError: no data'); {TABLE}; exit(1)", "OSError: no data"),
         ("print('out of luck'); exit(1)", "out of luck"),
+        ("exit(3)", "exit code 3"),
         (SEEN, "the command constructed a Trainer, and ended without Trainer.fit"),
     ],
 )
