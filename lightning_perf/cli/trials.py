@@ -232,10 +232,12 @@ class _Results:
                 f"{each.name} is not tried: {each.period:,.0f} batches, after which it is seen as "
                 "often as it is meant, are longer than the training or than a trial can be"
             )
-        if not experiment.first.result["verdicts"]:
-            yield "the first run gave no diagnosis: it was too short, or Trainer(barebones=True)"
-        elif not (self.rows or experiment.not_tried or experiment.too_long):
-            yield "the verdicts suggest no change that can be tried"
+        if not (self.rows or experiment.not_tried or experiment.too_long):
+            yield (
+                "the verdicts suggest no change that can be tried"
+                if experiment.first.result["verdicts"]
+                else "the first run gave no diagnosis: it was too short, or Trainer(barebones=True)"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
