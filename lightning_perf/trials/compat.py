@@ -60,7 +60,8 @@ def moved_logger(logger: Any, folder: Path) -> Any:
     """A logger that writes below this folder, or one that writes nothing."""
     if not (is_a(logger, *_FOLDER_LOGGERS) and "_root_dir" in vars(logger)):
         if is_a(logger, "WandbLogger"):
-            sys.modules["wandb"].init(mode="disabled")  # modules may call wandb.log themselves
+            with suppress(Exception):  # modules may call wandb.log themselves
+                sys.modules["wandb"].init(mode="disabled")
         return Discarded(str(folder))
     moved = copy.copy(logger)
     own = vars(moved)
