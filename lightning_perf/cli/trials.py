@@ -229,8 +229,8 @@ class _Results:
             yield f"there was no time to try {', '.join(left)}: raise --minutes"
         for each in experiment.too_long:
             yield (
-                f"{each.name} is not tried: {each.period:,.0f} batches, after which it is seen as "
-                "often as it is meant, are longer than the training or than a trial can be"
+                f"{each.name} is not tried: its effect is seen after {each.period:,.0f} batches, "
+                "which are more than the training or a trial can have"
             )
         if not (self.rows or experiment.not_tried or experiment.too_long):
             yield (

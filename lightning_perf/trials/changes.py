@@ -32,6 +32,8 @@ _ANYWHERE = {*_COMPUTING, "cpu-saturated", "warmup", "slow-precision"}
 _USUAL_WORKERS = 8
 #: The share of the time that is most of it.
 _MOST = 0.5
+#: Of so many validations per epoch, one more or less does not matter.
+_MANY = 10
 
 
 class Seen(NamedTuple):
@@ -473,8 +475,9 @@ class ValidationInterval(Change):
         between = every if isinstance(every, int) else int(every * batches)
         if epochs is None or batches == inf:
             return between
-        # In each epoch the batches are counted anew: what is left over may halve otherwise.
-        halves = epochs == 1 and batches // between * 2 == batches // (between / 2)
+        # In each epoch the batches are counted anew: 3 validations become 1.
+        count = batches // (between / 2)
+        halves = epochs == 1 and (count % 2 == 0 or count >= _MANY)
         return between if halves else float(epochs * batches)
 
 

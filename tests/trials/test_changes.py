@@ -120,6 +120,7 @@ def test_intervals_are_those_of_the_advice(tmp_path: Path) -> None:
         (0.5, 3, {"val_check_interval": 1.0}, 300),
         (10, 1, {"val_check_interval": 20}, 20),
         (30, 1, {"val_check_interval": 60}, 100),  # 3 in an epoch, and 1
+        (9, 1, {"val_check_interval": 18}, 18),  # 11, and 5
         (30, None, {"val_check_interval": 60}, 60),
         ("00:10:00", 1, None, None),
     ],
