@@ -91,7 +91,7 @@ def same_training(
         ours, base, *seeded = _of_same_samples(ours, base, *seeded)
         return _within(ours, base, seeded, "other batches")
     if resident and any(each.get("dataset_changes") for each in baselines):
-        return "not equal: the training changes the dataset, which workers that stay do not see"
+        return "not equal: the training changes the dataset, which persistent workers do not see"
     name = next((each for each in _COMPARED if _difference(base, ours, each) is not None), None)
     if name is None:
         return "equal" if base["losses"] else "unknown"
