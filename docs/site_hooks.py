@@ -25,6 +25,7 @@ PAGES = {
     "benchmarks/results/accuracy.md": "accuracy.md",
     "benchmarks/results/comparison.md": "compared.md",
     "benchmarks/results/overhead.md": "overhead.md",
+    "benchmarks/results/try.md": "tried.md",
     "benchmarks/results/versions.md": "versions.md",
 }
 _LINK = re.compile(r"\[([^\]]*)\]\((?!https?://|#)([^)#\s]+)(#[^)\s]*)?\)")

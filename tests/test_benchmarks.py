@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import subprocess
@@ -36,3 +37,19 @@ def test_a_planted_fault_is_found_and_scored(in_tmp: Path, monkeypatch: pytest.M
     result = pickle.loads((in_tmp / "one.pickle").read_bytes())
     assert "callback-bound" in [verdict["code"] for verdict in result["verdicts"]]
     assert done.stdout.count("| trainings | 1 (+ 0 that failed) |") == 2
+
+
+def test_the_page_of_tried_advice_is_what_its_data_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No figure of it, nor of the summary in the documentation, is written by hand."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tried = importlib.import_module("planted.tried")
+    committed = tried.TABLE.read_text(), tried.PAGE.read_text()
+    for name in ("TABLE", "PAGE"):
+        copy = tmp_path / name
+        copy.write_text(f"{tried.MARK}: old\n")
+        monkeypatch.setattr(tried, name, copy)
+    tried.write()
+    assert tried.TABLE.read_text() == committed[0]
+    assert tried.PAGE.read_text().strip() in committed[1]

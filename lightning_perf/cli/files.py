@@ -142,7 +142,7 @@ def upload(
     """
     if not Path(folder).is_dir():
         raise Failure(f"there is no folder {folder}")
-    send = partial(_send, outside=outside, places=_NamedPlaces(tracking_uri, to or ()))
+    send = partial(_send, outside=outside, places=NamedPlaces(tracking_uri, to or ()))
     # Otherwise the server decides for how many days MLflow waits before it tries again.
     os.environ.setdefault("MLFLOW_HTTP_RESPECT_RETRY_AFTER_HEADER", "false")
     sent, unread = list[tuple[str, str]](), list[OSError]()
@@ -182,7 +182,7 @@ def _send_all(place: Path, send: Callable[[PendingUpload, Path], str]) -> list[t
     return sent
 
 
-class _NamedPlaces:
+class NamedPlaces:
     """The places that the user names, by the environment or an option: files go nowhere else.
 
     A list is data of a stranger. It may ask to overwrite any file through a store that is a folder,
@@ -300,7 +300,7 @@ def _is_below(place: str, root: str) -> bool:
     return mine == named and PurePosixPath(path).is_relative_to(above.rstrip("/"))
 
 
-def _send(entry: PendingUpload, place: Path, outside: bool, places: _NamedPlaces) -> str:
+def _send(entry: PendingUpload, place: Path, outside: bool, places: NamedPlaces) -> str:
     """Upload a file listed in the folder ``place``; returns why it stays listed, or nothing."""
     try:
         path = Path(entry.path).resolve()

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from contextlib import closing
+import tempfile
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from json import dumps
 from math import inf
 from pathlib import Path
+from shlex import join
 from shutil import which
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.diagnosis import Verdict
 from lightning_perf.diagnosis.report import headline
+from lightning_perf.errors import describe
 from lightning_perf.files import read_bytes, write_text
 from lightning_perf.terminal import new_console, say
 from lightning_perf.trials import advice
@@ -21,7 +26,7 @@ from lightning_perf.trials.experiment import Experiment, TrialsFailed
 from lightning_perf.units import bytes_text, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from lightning_perf.trials.experiment import Candidate, Row
 
@@ -42,6 +47,8 @@ def try_(
     only: list[str] | None = None,
     output: str | None = None,
     html: str | None = None,
+    keep: str | None = None,
+    tracking_uri: str | None = None,
     json: bool = False,
 ) -> int:
     """Try changes that may make a training faster, and show what they give.
@@ -60,34 +67,63 @@ def try_(
             repeated.
         output (FILE): Write the changes that help to this YAML file, for LightningCLI's --config.
         html (FILE): Write the results to this page.
+        keep (RUN): Also send the page and the JSON to this run of MLflow, an id or a name, as
+            artifacts try/try.html and try/try.json.
+        tracking_uri (ADDRESS): The MLflow tracking address for --keep; by default
+            MLFLOW_TRACKING_URI, or ./mlflow.db.
         json: Print JSON.
     """
     command = _checked(command, minutes=minutes, seconds=seconds)
-    if only:
-        _check_groups(only)
     for file, mark in ((output, _MARK), (html, 'name="generator" content="lightning_perf"')):
         if file is not None:
             check_output(Path(file), mark.encode())
+    send = _artifacts(keep, tracking_uri) if keep is not None else None
     tell = partial(say, file=sys.stderr, flush=True)
     tell(
-        f"Trying {' '.join(command)} for up to {minutes:g} minutes. Loggers and checkpoints write "
+        f"Trying {join(command)} for up to {minutes:g} minutes. Loggers and checkpoints write "
         "to a temporary folder; what the command itself writes or sends, it does in each trial."
     )
-    with closing(Experiment(command, minutes, seconds, only or [], tell)) as experiment:
+    with (
+        _raised_signals(),
+        closing(Experiment(command, minutes, seconds, only or [], tell)) as experiment,
+    ):
         try:
             rows, best = experiment.results()
         except TrialsFailed as error:
             raise Failure(error, 1) from None
     found = _Results(experiment, rows, best)
-    if output is not None and best is not None:
-        write_text(Path(output), f"{_MARK}\n{advice.as_yaml(found.changes)}")
-    if html is not None:
-        write_text(Path(html), _page(found))
     if json:
         print_json(found.as_dict())
     else:
         _show(found)
+    # Afterwards: what cannot be written is not lost.
+    if output is not None:  # without changes, too: an earlier file may have some
+        write_text(Path(output), f"{_MARK}\n{advice.as_yaml(found.changes)}")
+    if html is not None:
+        write_text(Path(html), _page(found))
+    if send is not None:
+        _keep(found, send)
     return 0
+
+
+@contextmanager
+def _raised_signals() -> Iterator[None]:
+    """Let signals that end the command raise: trials are ended, and their folder is deleted."""
+
+    def leave(number: int, _: object) -> NoReturn:
+        raise SystemExit(128 + number)  # as in a shell
+
+    names = ("SIGTERM", "SIGHUP")  # the second one not on Windows
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    # Not those that nohup ignores.
+    mine = [each for each in numbers if signal.getsignal(each) is signal.SIG_DFL]
+    try:
+        for each in mine:
+            signal.signal(each, leave)
+        yield
+    finally:
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _checked(command: list[str], **numbers: float) -> list[str]:
@@ -96,6 +132,8 @@ def _checked(command: list[str], **numbers: float) -> list[str]:
         command = command[1:]
     if not command:
         raise Failure("there is no command. Try lightning-perf try python train.py")
+    if any(each.endswith(".ipynb") for each in command) or "jupyter" in Path(command[0]).name:
+        raise Failure("notebooks cannot be tried: jupyter nbconvert --to script writes a script")
     if which(command[0]) is None:
         raise Failure(f"{command[0]} is not a program", 127)  # as in a shell
     for name, value in numbers.items():
@@ -104,14 +142,28 @@ def _checked(command: list[str], **numbers: float) -> list[str]:
     return command
 
 
-def _check_groups(only: Sequence[str]) -> None:
-    """Refuse groups that no change has."""
-    from lightning_perf.trials.changes import CHANGES  # imports torch
+def _artifacts(keep: str, tracking_uri: str | None) -> Callable[[Path, str], None]:
+    """The function that uploads to a run of MLflow; that there is one is asked before trials."""
+    from lightning_perf.cli.files import NamedPlaces
+    from lightning_perf.tracking.runs import run_in_mlflow
 
-    known = sorted({kind.group for kind in CHANGES})
-    for name in only:
-        if name not in known:
-            raise Failure(f"--only {name} is not a group of changes: {', '.join(known)}")
+    places, run = NamedPlaces(tracking_uri, ()), run_in_mlflow(keep, tracking_uri)
+    found = places.at(frozenset(run.address.items()))
+    refused = found if isinstance(found, str) else places.refuse(found, "try")
+    if isinstance(found, str) or refused:
+        raise Failure(f"--keep {keep}: {refused}")
+    return found.send
+
+
+def _keep(found: _Results, send: Callable[[Path, str], None]) -> None:
+    with tempfile.TemporaryDirectory(prefix="lightning_perf-") as folder:
+        for name, text in (("try.html", _page(found)), ("try.json", dumps(found.as_dict()))):
+            path = Path(folder, name)
+            path.write_text(text, encoding="utf-8")
+            try:
+                send(path, f"try/{name}")
+            except Exception as error:  # MLflow raises many kinds
+                raise Failure(f"--keep: {name} was not sent: {describe(error)}", 1) from error
 
 
 @dataclass(frozen=True)
@@ -158,8 +210,9 @@ class _Results:
         script = next(filter(Path.is_file, named), None)
         if script is None or not self.changes:
             return ""
-        source = read_bytes(script).decode("utf-8", "replace")
-        return advice.patch(source, str(script), self.changes)
+        with suppress(UnicodeDecodeError):
+            return advice.patch(read_bytes(script).decode(), str(script), self.changes)
+        return ""
 
     @property
     def notes(self) -> Iterator[str]:
@@ -174,8 +227,17 @@ class _Results:
                 yield f"{row.setting.name} takes {duration(row.startup)} longer to start"
         if left := [each.name for each in experiment.not_tried]:
             yield f"there was no time to try {', '.join(left)}: raise --minutes"
-        if not self.rows:
-            yield "the verdicts suggest no change that can be tried"
+        for each in experiment.too_long:
+            yield (
+                f"{each.name} is not tried: its effect is seen after {each.period:,.0f} batches, "
+                "which are more than the training or a trial can have"
+            )
+        if not (self.rows or experiment.not_tried or experiment.too_long):
+            yield (
+                "the verdicts suggest no change that can be tried"
+                if experiment.first.result["verdicts"]
+                else "the first run gave no diagnosis: it was too short, or Trainer(barebones=True)"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
@@ -191,7 +253,8 @@ class _Results:
 def _cells(row: Row) -> tuple[str, ...]:
     predicted = f"{row.predicted:.2f}x" if row.predicted else ""
     if row.speedup is None:
-        return row.setting.name, predicted, "", "", f"failed: {row.failure}", ""
+        why = f"failed: {row.failure}" if row.failure else "there was no time"
+        return row.setting.name, predicted, "", "", why, ""
     found = row.speedup
     interval = f"{found.low:.2f} to {found.high:.2f}" if found.high < inf else "too few rounds"
     memory = " -> ".join(map(bytes_text, row.memory or ()))
@@ -219,8 +282,8 @@ def _show(found: _Results) -> None:
     for line in advice.lines(found.changes):
         console.print(f"  {line}", soft_wrap=True)
     if found.patch:
-        console.print("As a patch, which is not applied:")
-        console.print(found.patch, soft_wrap=True)
+        console.print("As a patch, which is not applied; git apply does it:")
+        say(found.patch.rstrip())  # with its tabs
     for note in found.notes:
         console.print(f"Note: {note}.", soft_wrap=True)
 
@@ -235,6 +298,6 @@ def _page(found: _Results) -> str:
     if lines := advice.lines(found.changes):
         parts += [Heading("What to write"), *lines]
     if found.patch:
-        parts += [Heading("As a patch"), *found.patch.splitlines()]
+        parts += [Heading("As a patch"), found.patch]
     parts += [f"Note: {note}." for note in found.notes]
     return page(f"Trials of {' '.join(found.experiment.command)}", parts)

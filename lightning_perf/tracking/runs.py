@@ -16,7 +16,12 @@ from lightning_perf.background import Worker
 from lightning_perf.errors import describe, did_you_mean, without_credentials
 from lightning_perf.files import MOST_BYTES, files_below, limited, opened, parsed, walked
 from lightning_perf.timing.totals import CATEGORIES
-from lightning_perf.tracking.mlflow import SUMMARY_TAG, is_on_other_server, tracking_problem
+from lightning_perf.tracking.mlflow import (
+    SUMMARY_TAG,
+    MlflowRun,
+    is_on_other_server,
+    tracking_problem,
+)
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     PAGE_NAME,
@@ -107,6 +112,16 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
             raise LookupError(f"{missing}, and {error}. {hint}".rstrip()) from error
     assert folder is not None  # otherwise there is a run, or an error
     return read_folder(folder)
+
+
+def run_in_mlflow(what: str, tracking_uri: str | None) -> MlflowRun:
+    """A run of MLflow by its id or name, the latest of several.
+
+    Raises:
+        LookupError: There is no such run, or MLflow does not answer.
+    """
+    uri = tracking_uri or default_tracking_uri()
+    return MlflowRun(uri, ask(uri, lambda client: str(_find(client, what)[0].info.run_id)))
 
 
 def _note(count: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from difflib import unified_diff
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped]
@@ -13,6 +14,15 @@ if TYPE_CHECKING:
 
     from lightning_perf.trials.experiment import Candidate
 
+#: The arguments of a DataLoader by position; a Trainer has none.
+_POSITIONS = (
+    "dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn",
+    "pin_memory",
+)  # fmt: skip
+#: Functions whose data are not those of the training.
+_OTHER_DATA = ("val_dataloader", "test_dataloader", "predict_dataloader")
+#: What a patch says after a last line that has no end.
+_NO_END = "\\ No newline at end of file\n"
 #: The classes whose arguments changes set, by the field of a `Candidate`.
 _CLASSES = {"trainer": "Trainer", "loader": "DataLoader"}
 
@@ -22,7 +32,7 @@ def lines(changes: Sequence[Candidate]) -> list[str]:
 
     Example:
         >>> from lightning_perf.trials.experiment import Candidate
-        >>> fixed = ("Workers", 2, "num_workers=2", "input", True, [], None)
+        >>> fixed = ("Workers", 2, "num_workers=2", "input", True, [], None, 1)
         >>> lines([Candidate(*fixed, trainer={}, loader={"num_workers": 2}, code="", yaml=[])])
         ['DataLoader(..., num_workers=2)']
     """
@@ -42,68 +52,82 @@ def _arguments(changes: Sequence[Candidate], field: str) -> dict[str, Any]:
 def as_yaml(changes: Sequence[Candidate]) -> str:
     """The file for LightningCLI's ``--config``, after those of the training.
 
-    What is no argument of the Trainer, the data or the model is in comments.
+    What is not known to be an argument of the Trainer, the data or the model is in comments.
     """
     content: dict[str, Any] = {}
-    placed = set()
+    rest = []
     for change in changes:
-        for path, value in change.yaml:
+        named = {path[-1] for path, _ in change.yaml}
+        missing = {key: value for key, value in change.loader.items() if key not in named}
+        for key, value in missing.items():
+            rest.append(f"# In the code: DataLoader(..., {key}={value!r})")
+        # Half of a change would be another training.
+        is_half = bool(missing and change.trainer)
+        if is_half:
+            rest += [f"# With it: Trainer(..., {key}={v!r})" for key, v in change.trainer.items()]
+        for path, value in [] if is_half else change.yaml:
             here = content
             for name in path[:-1]:
                 here = here.setdefault(name, {})
             here[path[-1]] = value
-            placed.add(path[-1])
-    text = yaml.safe_dump(content, sort_keys=False) if content else ""
-    rest = [
-        f"# {_CLASSES['loader']}: {key}={value!r} is no argument of the data or the model."
-        for key, value in _arguments(changes, "loader").items()
-        if key not in placed
-    ]
-    rest += [f"# In the code: {line}" for each in changes for line in each.code.splitlines()]
-    return "\n".join([*rest, text])
+        rest += [f"# In the code: {line}" for line in change.code.splitlines()]
+    return "\n".join([*rest, yaml.safe_dump(content, sort_keys=False)])
 
 
 def patch(source: str, name: str, changes: Sequence[Candidate]) -> str:
     r"""A unified diff of a script that sets the arguments of changes.
 
-    Empty where there is a doubt: no call or several calls of the class, or an argument that is not
-    a literal. Nothing is written.
+    Empty where there is a doubt: no call or several calls of a class, or an argument that is not a
+    literal. Half of the changes are not made. Nothing is written.
 
     Example:
         >>> from lightning_perf.trials.experiment import Candidate
-        >>> fixed = ("Workers", 2, "num_workers=2", "input", True, [], None)
+        >>> fixed = ("Workers", 2, "num_workers=2", "input", True, [], None, 1)
         >>> change = Candidate(*fixed, trainer={}, loader={"num_workers": 2}, code="", yaml=[])
-        >>> print(patch("DataLoader(data, num_workers=0)\n", "train.py", [change]))
-        --- train.py
-        +++ train.py
+        >>> print(patch("DataLoader(data, num_workers=0)\n", "train.py", [change]), end="")
+        --- a/train.py
+        +++ b/train.py
         @@ -1 +1 @@
         -DataLoader(data, num_workers=0)
         +DataLoader(data, num_workers=2)
     """
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return ""
-    edits: list[tuple[int, int, str]] = []
-    for field, kind in _CLASSES.items():
-        given = _arguments(changes, field)
-        call = _only_call(tree, kind)
-        if given and call is not None:
-            edits += _edits(source, call, given)
     new = source
-    for start, end, text in sorted(edits, reverse=True):
-        new = new[:start] + text + new[end:]
-    diff = unified_diff(source.splitlines(), new.splitlines(), name, name, lineterm="")
-    return "\n".join(diff)
+    for field, kind in _CLASSES.items():
+        if given := _arguments(changes, field):
+            new = _with_arguments(new, kind, given)
+    if not new:
+        return ""
+    # Lines end at line feeds alone, as in the parser of Python and in git.
+    diff = unified_diff([*StringIO(source)], [*StringIO(new)], f"a/{name}", f"b/{name}")
+    ended = (line if line.endswith("\n") else f"{line}\n{_NO_END}" for line in diff)
+    return "".join(ended)
+
+
+def _with_arguments(source: str, kind: str, given: Mapping[str, Any]) -> str:
+    """A source in which the one call of a class has some arguments; empty if there is a doubt."""
+    try:
+        call = _only_call(tree := ast.parse(source), kind)
+        edits = list(_edits(source, call, given)) if call else []
+        if call is None or not edits:
+            return ""
+        new = source
+        for start, end, text in sorted(edits, reverse=True):
+            new = new[:start] + text + new[end:]
+        # Checked against what is meant: parentheses around an argument, for one, are in no node.
+        keywords = {each.arg: each for each in call.keywords}
+        keywords |= {key: ast.keyword(key, ast.Constant(value)) for key, value in given.items()}
+        call.keywords = list(keywords.values())
+        return new if ast.dump(tree) == ast.dump(ast.parse(new)) else ""
+    except (SyntaxError, ValueError, IndexError):  # the last one with other ends of lines
+        return ""
 
 
 def _only_call(tree: ast.AST, kind: str) -> ast.Call | None:
-    """The one call of a class; of several, the one in the function that loads training data."""
-    calls = list(_calls(tree, kind))
-    if len(calls) > 1:
-        functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
-        training = [each for each in functions if each.name == "train_dataloader"]
-        calls = [call for each in training for call in _calls(each, kind)]
+    """The one call of a class, those that load other data than the training's left out."""
+    functions = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef))
+    others = [each for each in functions if each.name in _OTHER_DATA]
+    apart = {call for each in others for call in _calls(each, kind)}
+    calls = [call for call in _calls(tree, kind) if call not in apart]
     return calls[0] if len(calls) == 1 else None
 
 
@@ -123,8 +147,10 @@ def _edits(
     """Replacements in a source, as positions of characters, for arguments of a call."""
     keywords = {each.arg: each.value for each in call.keywords}
     fixed = [value for name, value in keywords.items() if name in arguments]
-    # **options may have the argument, too.
-    if None in keywords or not all(isinstance(value, ast.Constant) for value in fixed):
+    # **options and *args may have the argument, too.
+    unclear = None in keywords or any(isinstance(each, ast.Starred) for each in call.args)
+    by_position = set(_POSITIONS[: len(call.args)]) & set(arguments)
+    if unclear or by_position or not all(isinstance(value, ast.Constant) for value in fixed):
         return
     added = []
     for name, value in arguments.items():
@@ -140,10 +166,10 @@ def _edits(
 
 def _span(source: str, node: ast.expr) -> tuple[int, int]:
     """The characters of a node; `ast` counts bytes of lines."""
-    text = source.splitlines(keepends=True)
+    text = source.split("\n")
 
     def position(line: int, column: int) -> int:
-        before = sum(map(len, text[: line - 1]))
+        before = sum(len(each) + 1 for each in text[: line - 1])
         return before + len(text[line - 1].encode()[:column].decode())
 
     end = (node.end_lineno or 0), (node.end_col_offset or 0)

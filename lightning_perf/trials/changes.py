@@ -7,6 +7,7 @@ the training imports.
 from __future__ import annotations
 
 import gc
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ _ANYWHERE = {*_COMPUTING, "cpu-saturated", "warmup", "slow-precision"}
 _USUAL_WORKERS = 8
 #: The share of the time that is most of it.
 _MOST = 0.5
+#: Of so many validations per epoch, one more or less does not matter.
+_MANY = 10
 
 
 class Seen(NamedTuple):
@@ -126,6 +129,10 @@ class Change:
         found = [seen.verdicts[code] for code in self.codes if code in seen.verdicts]
         promised = found and "advised_step_seconds" in found[0].evidence
         return found[0].predicted_speedup if promised else None
+
+    def period(self, seen: Seen) -> float:  # noqa: ARG002
+        """Batches after which the training does the same again; trials have whole periods."""
+        return 1
 
     def apply(self, trainer: Any, module: Any) -> Any:
         """Make the change before a fit; returns the module to fit. Loaders are changed later."""
@@ -337,14 +344,19 @@ class FusedOptimizer(Change):
     """Update all weights in one kernel."""
 
     group, codes, exact = "optimizer", _COMPUTING, False
-    title, code = "fused=True", "torch.optim.AdamW(..., fused=True)"
+    title = "fused=True"
 
     @override
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         groups = [group for each in seen.trainer.optimizers for group in each.param_groups]
         if groups and all("fused" in group and not group["fused"] for group in groups):
-            yield cls()
+            yield cls([type(each).__name__ for each in seen.trainer.optimizers])
+
+    @property
+    @override
+    def code(self) -> str:
+        return "\n".join(f"{name}(..., fused=True)" for name in dict.fromkeys(self.value))
 
     @override
     def begin(self, trainer: Any) -> None:
@@ -436,16 +448,37 @@ class ValidationInterval(Change):
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         trainer = seen.trainer
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
-        if epochs is not None and every == 1.0:
-            yield cls({"check_val_every_n_epoch": 2 * epochs})
-        elif isinstance(every, int | float):
-            rarer = 2 * every if isinstance(every, int) else min(2 * every, 1.0)
-            yield cls({"val_check_interval": rarer})
+        if not isinstance(every, int | float):  # a time
+            return
+        share = every if isinstance(every, float) else every / trainer.num_training_batches
+        once = epochs is not None and share > _MOST  # per epoch
+        yield cls(
+            {"check_val_every_n_epoch": 2 * epochs} if once else {"val_check_interval": 2 * every}
+        )
 
     @property
     @override
     def trainer(self) -> dict[str, Any]:
         return dict(self.value)
+
+    @property
+    @override
+    def code(self) -> str:
+        return "# Halve patience (EarlyStopping, ReduceLROnPlateau), which counts validations."
+
+    @override
+    def period(self, seen: Seen) -> float:
+        batches, epochs = seen.trainer.num_training_batches, seen.trainer.check_val_every_n_epoch
+        if rarer := self.value.get("check_val_every_n_epoch"):
+            return float(rarer * batches)
+        every = self.value["val_check_interval"]
+        between = every if isinstance(every, int) else int(every * batches)
+        if epochs is None or batches == inf:
+            return between
+        # In each epoch the batches are counted anew: 3 validations become 1.
+        count = batches // (between / 2)
+        halves = epochs == 1 and (count % 2 == 0 or count >= _MANY)
+        return between if halves else float(epochs * batches)
 
 
 class CheckpointInterval(Change):

@@ -59,6 +59,9 @@ class Discarded(_OWN.loggers.logger.DummyLogger):  # type: ignore[misc]
 def moved_logger(logger: Any, folder: Path) -> Any:
     """A logger that writes below this folder, or one that writes nothing."""
     if not (is_a(logger, *_FOLDER_LOGGERS) and "_root_dir" in vars(logger)):
+        if is_a(logger, "WandbLogger"):
+            with suppress(Exception):  # modules may call wandb.log themselves
+                sys.modules["wandb"].init(mode="disabled")
         return Discarded(str(folder))
     moved = copy.copy(logger)
     own = vars(moved)
@@ -70,6 +73,12 @@ def moved_logger(logger: Any, folder: Path) -> Any:
 def move_root(trainer: Any, folder: Path) -> None:
     """Let what has no folder of its own write below this one."""
     trainer._default_root_dir = str(folder)
+
+
+def end_workers(loader: Any) -> None:
+    """End workers of a DataLoader that the script has used before: they keep its arguments."""
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None
 
 
 def change_loader(loader: Any, arguments: Mapping[str, Any]) -> None:

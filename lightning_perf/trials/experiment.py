@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from contextlib import suppress
 from itertools import count, pairwise
-from math import ceil, inf, log, sqrt
+from math import ceil, floor, inf, lcm, log, sqrt
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +32,8 @@ _WARM_UP, _BATCHES = 10, (10, 5000)
 _FIRST, _ALONE = 0.25, 0.6
 #: A trial may take so many times as long as the first run, and so many seconds more.
 _SLOWER, _GRACE = 4.0, 60.0
+#: What a training does besides, in the first run.
+_ALL = ("checkpoint", "validation")
 #: Seeds of further runs as it is, which show by how much losses differ by chance.
 _SEEDS = (1, 2)
 #: Levels and files of the working folder in which files that the script writes are searched.
@@ -54,6 +56,7 @@ class Candidate(NamedTuple):
     exact: bool
     keeps: list[str]
     predicted: float | None
+    period: float | None
     trainer: dict[str, Any]
     loader: dict[str, Any]
     code: str
@@ -87,7 +90,7 @@ class Row(NamedTuple):
     speedup: Speedup | None = None
     #: As `same_training` says.
     same: str = "unknown"
-    #: Why there is no speed-up.
+    #: Why it was not measured; None if there was no time.
     failure: str | None = None
     #: Bytes, before and after.
     memory: tuple[int, ...] = ()
@@ -143,6 +146,10 @@ class Experiment:
         (self._shared / "tmp").mkdir()
         #: Batches of a trial; None for the first run. Seconds until one is ended.
         self.batches: int | None = None
+        # By what trials do besides training: they have multiples of so many batches.
+        self._periods: dict[str, int] = {}
+        # Whether trials do all that the first run does, and whether that one ended by itself.
+        self._whole = self._ends = False
         self.allowed = 60 * minutes * _FIRST + _GRACE
         #: Trials so far, and rounds.
         self.count = self._round = 0
@@ -153,6 +160,8 @@ class Experiment:
         self.written: list[str] = []
         #: Changes for which there was no time.
         self.not_tried: list[Candidate] = []
+        #: Changes whose period is longer than a trial can be.
+        self.too_long: list[Candidate] = []
 
     def close(self) -> None:
         """Delete what trials have written."""
@@ -191,35 +200,50 @@ class Experiment:
         Raises:
             TrialsFailed: It fails, or is too short.
         """
-        began, before = monotonic(), _files(Path())
-        self.first = self.run(Setting(keeps=("checkpoint", "validation")))
+        before = _files(Path())
+        self.first = self.run(Setting(keeps=_ALL))
         self.written = sorted(name for name, _ in _files(Path()) - before)
         if self.first.error is not None:
             raise TrialsFailed(f"the training fails before any change: {self.first.error}")
         result, (least, most) = self.first.result, _BATCHES
         timed, epoch = result["timed"], result.get("epoch")
+        if timed < least and result["seconds"] > self._seconds:
+            slow = f"a batch takes {duration(self.first.per_batch)}, and a trial needs"
+            raise TrialsFailed(f"{slow} {_WARM_UP + least} of them: raise --minutes")
         if timed < least:
             raise TrialsFailed(
                 f"the training has {timed} batches after {_WARM_UP} of warm-up; trials need {least}"
             )
+        candidates = [Candidate(**each) for each in result["candidates"]]
         batches = min(max(ceil(self._seconds / result["median"]), least), most)
-        if epoch and epoch <= batches:
-            batches = ceil(batches / epoch) * epoch
-        if monotonic() - began < self._seconds:  # it ended by itself
+        # Workers deliver as many batches at once as there are workers.
+        burst = lcm(*(each.loader.get("num_workers") or 1 for each in candidates))
+        whole = epoch if epoch and epoch <= batches else burst
+        batches = ceil(batches / whole) * whole
+        self._ends = result["seconds"] < self._seconds
+        if self._ends:
             batches = min(batches, timed)
         self.batches = batches
         self.allowed = _SLOWER * self.first.wall_seconds + _GRACE
-        return [Candidate(**each) for each in result["candidates"]]
+        left = (self._end - monotonic()) / (2 * FEWEST)
+        longest = timed if self._ends else left / self.first.per_batch
+        self.too_long = [each for each in candidates if (each.period or 1) > longest]
+        candidates = [each for each in candidates if each not in self.too_long]
+        self._periods = {name: ceil(c.period or 1) for c in candidates for name in c.keeps}
+        return candidates
 
     def run(self, setting: Setting) -> Outcome:
         """Run one trial."""
         self.count += 1
         longest = max((self._end - monotonic()) * _FIRST, 2 * self._seconds)
+        period = lcm(*(self._periods.get(name, 1) for name in setting.keeps))
+        rounded = floor if self._ends else ceil
+        batches = self.batches and max(rounded(self.batches / period), 1) * period
         spec = {
             "changes": [[each.kind, each.value] for each in setting.changes],
-            "keeps": setting.keeps, "warm_up": _WARM_UP, "batches": self.batches,
-            "seconds": self._seconds, "most_seconds": longest, "seed": setting.seed,
-            "only": self.only,
+            "keeps": _ALL if self._whole else setting.keeps, "warm_up": _WARM_UP,
+            "batches": batches, "seconds": self._seconds, "most_seconds": longest,
+            "seed": setting.seed, "only": self.only,
         }  # fmt: skip
         folder = self._shared / str(self.count)
         return run_trial(self.command, self._shared, folder, spec, self.allowed)
@@ -244,6 +268,13 @@ class Experiment:
 
     def _measure(self, setting: Setting) -> None:
         outcome = self.run(setting)
+        hangs = outcome.wall_seconds > self.allowed
+        if outcome.error and not (setting.changes or self._whole or hangs or self._of(setting)):
+            # It may need what trials leave out, such as a metric of validation.
+            self._whole = True
+            self._outcomes.clear()  # they have done less
+            self.tell(f"trial {self.count}: {setting.name}: {outcome.error}: all is kept from now")
+            outcome = self.run(setting)
         self._outcomes.append((self._round, setting, outcome))
         text = outcome.error or f"{duration(outcome.per_batch)} per batch"
         self.tell(f"trial {self.count}: {setting.name}: {text}")
@@ -317,13 +348,17 @@ class Experiment:
         ours = list(self._of(setting).values())
         theirs = list(self._of(Setting(keeps=setting.keeps)).values())
         failure = self._failure(setting)
+        if not theirs and (also := self._failure(Setting(keeps=setting.keeps))):
+            failure = f"as it is fails, too, in a trial: {also}"
         if failure or not (ours and theirs):
-            return Row(setting, failure=failure or "there was no time")
+            return Row(setting, failure=failure)
         starts = [np.mean([x.result["startup"] or 0.0 for x in some]) for some in (theirs, ours)]
         seeded = [x.result for seed in _SEEDS for x in self._of(Setting(seed=seed)).values()]
         same = same_training(
             ours[0].result, [x.result for x in theirs], seeded,
-            all(each.exact for each in setting.changes), str(self.first.result.get("dataset")),
+            all(each.exact for each in setting.changes),
+            str(self.first.result.get("dataset")) if any(x.loader for x in setting.changes) else "",
+            any(x.loader.get("persistent_workers") for x in setting.changes),
         )  # fmt: skip
         return Row(
             setting, self._speedup(setting, Setting()), same, None,

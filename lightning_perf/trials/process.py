@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-#: The environment variable with the file of a trial's settings, and the file of its result.
-VARIABLE, RESULT = "LIGHTNING_PERF_TRIAL", "result.json"
-#: Seconds between looks at a process, and for a launcher to end after its ranks.
-_PAUSE, _LAUNCHER = 0.5, 5.0
+#: The environment variable with the file of a trial's settings, the file of its result, and one
+#: that says that there was a Trainer.
+VARIABLE, RESULT, TRAINER = "LIGHTNING_PERF_TRIAL", "result.json", "trainer"
+#: Seconds between looks at a process.
+_PAUSE = 0.2
 #: Bytes of the output that are searched for the last line, and characters of it.
-_LAST, _LINE = 4000, 300
+_LAST, _LINE = 20_000, 300
+#: An exception's line, which launchers write more lines after.
+_EXCEPTION = re.compile(r"(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Exception): .+)")
 
 
 class Outcome(NamedTuple):
@@ -83,10 +87,11 @@ def run_trial(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        started: set[psutil.Process] = set()
         try:
-            in_time, memory = _wait(process, folder / RESULT, limit)
+            in_time, memory = _wait(process, folder / RESULT, limit, started)
         finally:
-            stop(process)
+            stop(process, started)
     wall = monotonic() - began
     try:
         result = read_json(folder / RESULT)
@@ -112,15 +117,22 @@ def _environment(shared: Path, spec: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _wait(process: subprocess.Popen[bytes], result: Path, limit: float) -> tuple[bool, int]:
-    """Wait for a process; returns whether it ended in time, and the most memory it had."""
+def _wait(
+    process: subprocess.Popen[bytes], result: Path, limit: float, started: set[psutil.Process]
+) -> tuple[bool, int]:
+    """Wait for a process; returns whether it ended in time, and the most memory it had.
+
+    Processes that it starts are added to ``started``: those of a launcher may outlive it.
+    """
     end, memory = monotonic() + limit, 0
     while process.poll() is None:
-        memory = max(memory, _memory(process.pid))
+        family = _family(process.pid)
+        started.update(family)
+        memory = max(memory, _memory(family))
         if monotonic() > end:
             return False, memory
-        if result.exists():  # a launcher may wait for other ranks
-            end = min(end, monotonic() + _LAUNCHER)
+        if result.exists():
+            break
         time.sleep(_PAUSE)
     return True, memory
 
@@ -133,35 +145,51 @@ def _without_result(
         return f"stopped after {duration(wall)} without a result"
     text = output.read_bytes()[-_LAST:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    last = printable(lines[-1])[:_LINE] if lines else "it printed nothing"
+    if process.returncode:
+        lines = [found[1] for line in lines if (found := _EXCEPTION.fullmatch(line))] or lines
+    last = printable(lines[-1])[:_LINE] if lines else f"exit code {process.returncode}"
     if process.returncode:
         return last
+    if (output.parent / TRAINER).exists():
+        return "the command constructed a Trainer, and ended without Trainer.fit"
     return (
-        "the command ended without Trainer.fit, or its Trainer is in a process that does not have "
-        f"the environment (the last line: {last})"
+        "no Trainer was seen. If another program starts the training, with another environment "
+        "(ssh, sudo, docker, sbatch), put lightning-perf try into the command that it runs. "
+        f"The training's Python needs lightning_perf, too (the last line: {last})"
     )
 
 
-def _memory(pid: int) -> int:
-    total = 0
+def _family(pid: int) -> list[psutil.Process]:
+    """A process, and all that it has started."""
     with suppress(psutil.Error):
         process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with suppress(psutil.Error):
-                total += each.memory_info().rss
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+def _began(process: psutil.Process) -> float:
+    with suppress(psutil.Error):
+        return process.create_time()
+    return 0.0
+
+
+def _memory(processes: Sequence[psutil.Process]) -> int:
+    total = 0
+    for each in processes:
+        with suppress(psutil.Error):
+            total += each.memory_info().rss
     return total
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes], started: set[psutil.Process]) -> None:
     """End a process and all that it has started, those that outlive it included."""
-    below: list[psutil.Process] = []
-    with suppress(psutil.Error):
-        below = psutil.Process(process.pid).children(recursive=True)
-    for each in below:
-        with suppress(psutil.Error):
-            each.kill()
+    family = started.union(_family(process.pid))
     if process.poll() is None:
         process.kill()
+    # Parents first: a script must not go on after the training.
+    for each in sorted(family, key=_began):
+        with suppress(psutil.Error):
+            each.kill()  # not another process that has its number now
     process.wait()
     if sys.platform != "win32":
         with suppress(OSError):  # the group has ended

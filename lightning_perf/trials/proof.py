@@ -65,7 +65,12 @@ def speedup(logs: Sequence[float], noise: float) -> Speedup:
 
 
 def same_training(
-    ours: Result, baselines: Sequence[Result], seeded: Sequence[Result], exact: bool, dataset: str
+    ours: Result,
+    baselines: Sequence[Result],
+    seeded: Sequence[Result],
+    exact: bool,
+    dataset: str,
+    resident: bool = False,
 ) -> str:
     """Whether a training with a change is the same as without it, in a few words.
 
@@ -78,36 +83,50 @@ def same_training(
         baselines: The results without it, at the same seed.
         seeded: The results without it, at other seeds.
         exact: Whether the change must not touch numbers.
-        dataset: As `kind_of_items` says.
+        dataset: As `kind_of_items` says; empty for a change that leaves loading as it is.
+        resident: Whether the change lets workers stay between epochs, each with its dataset.
     """
     base, *again = baselines
     if ours.get("batch_size") != base.get("batch_size"):
+        ours, base, *seeded = _of_same_samples(ours, base, *seeded)
         return _within(ours, base, seeded, "other batches")
-    if any(_difference(base, each) for each in again):
-        return _within(ours, base, seeded, "two runs as it is differ, too")
-    difference = _difference(base, ours)
-    if difference is None:
+    if resident and any(each.get("dataset_changes") for each in baselines):
+        return "not equal: the training changes the dataset, which persistent workers do not see"
+    name = next((each for each in _COMPARED if _difference(base, ours, each) is not None), None)
+    if name is None:
         return "equal" if base["losses"] else "unknown"
-    name, number = difference
-    if name == "samples":
-        return f"not equal: batch {number} has other samples"
+    if any(_difference(base, each, name) is not None for each in again):
+        # Workers may repeat a stream, and copy a state such as a generator of random numbers.
+        if dataset in ("unknown", "stateful") and name != "losses":
+            return "unknown: two runs as it is have other batches, too"
+        return _within(ours, base, seeded, "two runs as it is differ, too")
     if name == "batches" and dataset == "random":
         return _within(ours, base, seeded, "the dataset draws random numbers, in each process")
-    if name == "batches":
-        return f"not equal: batch {number} differs"
-    if exact:
-        return f"not equal: the loss of batch {number} differs"
-    return _within(ours, base, seeded, "rounding")
+    if name == "losses" and not exact:
+        return _within(ours, base, seeded, "rounding")
+    number = _difference(base, ours, name)
+    return {
+        "samples": f"not equal: batch {number} has other samples",
+        "batches": f"not equal: batch {number} differs",
+        "losses": f"not equal: the loss of batch {number} differs",
+    }[name]
 
 
-def _difference(one: Result, other: Result) -> tuple[str, int] | None:
-    """What differs first, and in which batch of the first epoch."""
-    for name in _COMPARED:
-        pairs = list(zip(one[name], other[name], strict=False))[: one.get("epoch")]
-        for number, (here, there) in enumerate(pairs):
-            if here != there:
-                return name, number
-    return None
+def _difference(one: Result, other: Result, name: str) -> int | None:
+    """The first batch of the first epoch that differs in what is named."""
+    pairs = list(zip(one[name], other[name], strict=False))[: one.get("epoch")]
+    return next((number for number, (here, there) in enumerate(pairs) if here != there), None)
+
+
+def _of_same_samples(ours: Result, *others: Result) -> list[Result]:
+    """Results with losses of as many samples: larger batches are fewer."""
+    ratio = (ours.get("batch_size") or 1) / (others[0].get("batch_size") or 1)
+    count = min(len(others[0]["losses"]), int(len(ours["losses"]) * ratio))
+    counts = int(count / ratio), *(count for _ in others)
+    return [
+        {**each, "losses": each["losses"][:most]}
+        for each, most in zip((ours, *others), counts, strict=True)
+    ]
 
 
 def _within(ours: Result, base: Result, seeded: Sequence[Result], why: str) -> str:
@@ -115,12 +134,28 @@ def _within(ours: Result, base: Result, seeded: Sequence[Result], why: str) -> s
     level, *others = (_level(each) for each in (ours, base, *seeded))
     if not seeded or not all(map(isfinite, others)):
         return f"unknown ({why})"
-    if abs(level - others[0]) <= max(abs(a - b) for a, b in combinations(others, 2)):
+    limit = max(abs(a - b) for a, b in combinations(others, 2))
+    if all(each[name] == base[name] for each in seeded for name in ("samples", "batches")):
+        limit = max(limit, _chance(base))  # no seed has other batches
+    if abs(level - others[0]) <= limit:
         return f"alike ({why})"  # not with NaN
     return f"not equal: losses differ by more than those of other seeds ({why})"
 
 
+def _later(result: Result) -> list[float]:
+    """The later half of the losses."""
+    losses = [float(each) for each in result["losses"]]
+    return losses[len(losses) // 2 :]
+
+
 def _level(result: Result) -> float:
     """The mean of the later half of the losses."""
-    losses = [float(each) for each in result["losses"]]
-    return float(np.mean(losses[len(losses) // 2 :])) if losses else float("nan")
+    return float(np.mean(_later(result))) if result["losses"] else float("nan")
+
+
+def _chance(result: Result) -> float:
+    """The standard error of `_level`: from neighbouring losses, so that learning is no noise."""
+    losses = _later(result)
+    if len(losses) < 2:
+        return 0.0
+    return float(np.sqrt(np.mean(np.diff(losses) ** 2) / 2 / len(losses)))

@@ -3,20 +3,19 @@
 ``lightning-perf try`` starts the user's command with an environment variable, and Lightning asks
 our entry point for callbacks when it constructs a Trainer. From then on the first ``Trainer.fit``
 of the process is the trial: loggers and checkpoints are moved to a temporary folder, the changes
-are made, and after enough batches the result is written and the process ends, so that no later line
-of the script runs.
+are made, and after enough batches the result is written and the process is ended, so that no later
+line of the script runs.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import sys
 import time
 from contextlib import suppress
 from functools import partial, wraps
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -26,15 +25,15 @@ import torch
 from torch import Tensor
 
 from lightning_perf.cgroup import usable_cpus
-from lightning_perf.errors import describe
+from lightning_perf.errors import describe, redacted
 from lightning_perf.files import finite, read_json, write_text
-from lightning_perf.flops.batch import tensors
+from lightning_perf.flops.batch import MOST_OBJECTS, attributes, entries, shape_of, tensors
 from lightning_perf.run.compat import PassThroughProfiler, callback_class, loader_batch_size
 from lightning_perf.run.context import current_run
 from lightning_perf.tracking.summary import text_of
 from lightning_perf.trials import compat
-from lightning_perf.trials.changes import Seen, change_of, proposals
-from lightning_perf.trials.process import RESULT
+from lightning_perf.trials.changes import CHANGES, Seen, change_of, proposals
+from lightning_perf.trials.process import RESULT, TRAINER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,12 +46,14 @@ else:
 
 #: Bytes of a tensor that are compared, and losses of a trial.
 _COMPARED, _LOSSES = 1 << 16, 200
+#: Containers and tensors in a dataset that are its state, not its data, have at most so many items.
+_SMALL = 64
 #: Weights that are saved, so that all trials begin with the same ones, have at most so many bytes.
 _MOST_WEIGHTS = 2e9
 #: Items that are read again, to learn whether they are random, and the seconds for it.
-_ITEMS, _ITEM_SECONDS = 4, 10.0
-#: Seconds for other ranks, until the parent ends them.
-_OTHER_RANKS = 60.0
+_ITEMS, _ITEM_SECONDS = 16, 10.0
+#: Seconds until a process ends by itself, if its parent does not end it.
+_LONGEST_END = 60.0
 
 
 class Spec(NamedTuple):
@@ -69,7 +70,7 @@ class Spec(NamedTuple):
     warm_up: int
     #: Batches that are timed; None for the first run, which also diagnoses.
     batches: int | None
-    #: Of the first run: at least so many batches and seconds, and at most so many seconds.
+    #: Of the first run, timed: at least so many batches and seconds, and at most so many seconds.
     least: int = 60
     seconds: float = 10.0
     most_seconds: float = 180.0
@@ -82,6 +83,7 @@ class Spec(NamedTuple):
 def joined(file: str) -> Trial:
     """The trial of this process."""
     trial = Trial(Spec(**read_json(Path(file))))
+    Path(trial.spec.folder, TRAINER).touch()
     trial.attach()
     return trial
 
@@ -100,14 +102,19 @@ class Trial(Callback):
         self._notes: list[str] = []
         # Trainers whose outputs are moved, by their ids.
         self._isolated: set[int] = set()
-        self._fits = self._loads = False
+        self._fits = False
+        # The training's one loader; and those that are being set up.
         self._loader: Any = None
+        self._loaders: list[Any] | None = None
         self._began = self._last = 0.0
         self._startup: float | None = None
         self._seconds: list[float] = []
         self._losses: list[Tensor] = []
         self._batches: list[str] = []
         self._samples: list[str] = []
+        # Of the dataset at the end of an epoch; whether the training changes it before the next.
+        self._state: str | None = None
+        self._dataset_changes = False
         self._done = 0
         #: The first run's own callback, which diagnoses.
         self.suite: Any = None
@@ -202,6 +209,12 @@ class Trial(Callback):
 
     def _prepare(self, trainer: Any, model: Any) -> Any:
         """Make the changes, and give all trials the same weights and random numbers."""
+        known = sorted({kind.group for kind in CHANGES})
+        for name in self.spec.only:
+            if name not in known:
+                raise ValueError(f"--only {name} is not a group of changes: {', '.join(known)}")
+        if trainer.num_nodes > 1:
+            raise RuntimeError(f"trials are of one node, and this training has {trainer.num_nodes}")
         trainer.num_sanity_val_steps = 0
         if not self.diagnoses and "validation" not in self.spec.keeps:
             trainer.limit_val_batches = 0
@@ -228,23 +241,30 @@ class Trial(Callback):
             trainer.global_rank == 0
             and sum(each.nbytes for each in weights.values()) < _MOST_WEIGHTS
         ):
-            torch.save(weights, file)
+            # Other ranks may read it meanwhile.
+            torch.save(weights, file.with_suffix(".part"))
+            file.with_suffix(".part").replace(file)
 
     def _set_up_data(self, loop: Any) -> None:
-        self._loads = True  # those of validation are set up elsewhere
+        self._loaders = []  # those of validation are set up elsewhere
         try:
             type(loop).setup_data(loop)
         finally:
-            self._loads = False
+            if self._loaders:
+                self._loader = self._loaders[0] if len(self._loaders) == 1 else None
+            self._loaders = None
 
     def _process_loader(self, strategy: Any, loader: Any) -> Any:
-        if self._loads:
+        if self._loaders is not None:
             arguments = {key: value for each in self.changes for key, value in each.loader.items()}
+            compat.end_workers(loader)
             if arguments:
                 compat.change_loader(loader, arguments)
-            if self._loader is None:
+            if self._loader is None and not self._loaders:  # a stream has no truth value
                 self._record_samples(getattr(loader, "batch_sampler", None))
-            self._loader = loader
+            elif self._loaders:
+                self._note("arguments of several training DataLoaders are not tried")
+            self._loaders.append(loader)
         return type(strategy).process_dataloader(strategy, loader)
 
     def _record_samples(self, sampler: Any) -> None:
@@ -255,12 +275,37 @@ class Trial(Callback):
             return
 
         def recorded(each: Any) -> Any:
+            # Before the first item of an epoch.
+            if each is sampler and self._state not in (None, self._state_now()):
+                self._dataset_changes = True
             for samples in original(each):
                 if each is sampler and len(self._samples) < self.spec.warm_up:
                     self._samples.append(repr(samples))
                 yield samples
 
         kind.__iter__ = recorded
+
+    def _state_now(self) -> str:
+        """What workers that stay have copies of: the dataset's attributes, such as the epoch.
+
+        Those of the datasets, transforms and small containers within it are included.
+        """
+        collate = getattr(self._loader, "collate_fn", None)
+        waiting = [getattr(self._loader, "dataset", None), getattr(collate, "__self__", collate)]
+        found: list[Any] = []
+        seen: set[int] = set()
+        while waiting and len(seen) < MOST_OBJECTS:
+            value = waiting.pop()
+            shape = shape_of(value)
+            if shape is not None:
+                found.append(digest(value) if prod(shape) <= _SMALL else None)
+            elif isinstance(value, int | float | str):
+                found.append(value)
+            elif id(value) not in seen:
+                seen.add(id(value))
+                parts = entries(value) or attributes(value)
+                waiting += parts.values() if len(parts) <= _SMALL else ()
+        return repr(found)
 
     def _transfer(self, strategy: Any, batch: Any, *args: Any, **options: Any) -> Any:
         # Before the transfer, so that the device is not waited for.
@@ -295,42 +340,43 @@ class Trial(Callback):
         if timed == 0:
             self._startup = now - self._began
         self._last = now
+        if trainer.is_last_batch:
+            self._state = self._state_now()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and len(self._losses) < _LOSSES:
-            self._losses.append(loss.detach())  # read at the end: no batch waits for it
-        if spec.batches is None:
-            elapsed = now - self._began
+            # Lightning has divided it. It is read at the end: no batch waits for it.
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
+        if spec.batches is None and timed > 0:
+            elapsed = now - self._began - (self._startup or 0.0)
             enough = timed >= spec.least and elapsed >= spec.seconds
-            if enough or elapsed >= spec.most_seconds:
+            # One rank decides: clocks of ranks differ, and one that ends alone fails the others.
+            if trainer.global_rank == 0 and (enough or elapsed >= spec.most_seconds):
                 self._end(trainer)
-        elif timed >= spec.batches:
+        elif timed == spec.batches:
             self._end(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """The training is shorter. A process that is forked or spawned has no later line."""
+        self._end(trainer)
 
     # -- the end ----------------------------------------------------------------------------------
 
     def _end(self, trainer: Any, error: BaseException | None = None) -> NoReturn:
-        """Write the result, on rank 0 or where it failed, and end the process at once."""
+        """Write the result, on rank 0 or where it failed, and wait for the end of all processes.
+
+        The parent ends them together, so that no other rank fails, and no later line runs of the
+        script, or of one that has started it.
+        """
         file = self._folder / RESULT
         try:
-            if error is None and trainer.global_rank:
-                time.sleep(_OTHER_RANKS)
-            elif not file.exists():
-                content = (
-                    {"error": describe(error).partition("\n")[0]}
-                    if error
-                    else self._result(trainer)
-                )
+            if (error is not None or not trainer.global_rank) and not file.exists():
+                content = {"error": _reason(error)} if error else self._result(trainer)
                 write_text(file, text_of(content))
         except BaseException as failure:
             write_text(file, text_of({"error": describe(failure)}))
         finally:
-            for child in multiprocessing.active_children():
-                child.kill()
-                child.join()
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(Exception):
-                    stream.flush()
-            os._exit(error is not None)
+            time.sleep(_LONGEST_END)
+            os._exit(1)
 
     def _result(self, trainer: Any) -> Mapping[str, Any]:
         cuda = trainer.strategy.root_device.type == "cuda"
@@ -346,6 +392,7 @@ class Trial(Callback):
             "memory": torch.cuda.max_memory_allocated() if cuda else None,
             "batch_size": loader_batch_size(self._loader),
             "epoch": int(epoch) if np.isfinite(epoch) else None,
+            "dataset_changes": self._dataset_changes,
             "world_size": trainer.world_size,
             "notes": self._notes,
         }
@@ -376,8 +423,8 @@ class Trial(Callback):
             candidates.append({
                 "kind": type(change).__name__, "value": change.value, "name": change.name,
                 "group": change.group, "exact": change.exact, "keeps": list(change.keeps),
-                "predicted": change.predicted(seen), "trainer": change.trainer,
-                "loader": change.loader, "code": change.code,
+                "predicted": change.predicted(seen), "period": finite(change.period(seen)),
+                "trainer": change.trainer, "loader": change.loader, "code": change.code,
                 "yaml": [[list(path), value] for path, value in arguments.items()],
             })  # fmt: skip
         return {
@@ -386,6 +433,13 @@ class Trial(Callback):
             "dataset": kind_of_items(loader),
             "command_line": bool(config),
         }
+
+
+def _reason(error: BaseException) -> str:
+    """The line that says why; of an error in a worker the last one of the traceback within."""
+    if "Traceback (most recent call last):" in str(error):
+        return redacted(str(error).strip().splitlines()[-1])
+    return describe(error).partition("\n")[0]
 
 
 def synchronize(trainer: Any) -> None:
@@ -412,13 +466,15 @@ def kind_of_items(loader: Any) -> str:
     training. What depends on the items that were read before is not.
     """
     try:
-        count = min(len(loader.dataset), _ITEMS)
+        count = len(loader.dataset)
         end, result = monotonic() + _ITEM_SECONDS, "fixed"
-        for number in range(count):
-            first, again, other = (_item(loader, number, seed) for seed in (0, 0, 1))
+        seed_all(0)
+        unused = _random_state()
+        for number in range(0, count, max(count // _ITEMS, 1)):
+            first, again = _item(loader, number), _item(loader, number)
             if first != again:
                 return "stateful"
-            if first != other:
+            if _random_state() != unused:
                 result = "random"
             if monotonic() > end:
                 break
@@ -427,9 +483,17 @@ def kind_of_items(loader: Any) -> str:
         return "unknown"
 
 
-def _item(loader: Any, number: int, seed: int) -> str:
-    seed_all(seed)
+def _item(loader: Any, number: int) -> str:
+    """What an item contains."""
+    seed_all(0)
     return digest(loader.collate_fn([loader.dataset[number]]))
+
+
+def _random_state() -> tuple[Any, ...]:
+    """The state of the random numbers that `seed_all` seeds."""
+    _, keys, position, *_ = np.random.get_state()
+    own = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), np.asarray(keys).tobytes(), position, own
 
 
 def seed_all(seed: int) -> None:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import tried
 from helpers.command import call
+from helpers.processes import has_ended
+from mlflow import MlflowClient
+
+from lightning_perf import Verdict
+from lightning_perf.trials.experiment import Experiment, Row, Setting
+from lightning_perf.trials.process import Outcome
 
 
 @pytest.mark.parametrize(
@@ -18,9 +29,10 @@ from helpers.command import call
         ([], 2, "there is no command"),
         (["--minutes", "0", "true"], 2, "--minutes 0.0 is not a positive number"),
         (["--seconds", "nan", "true"], 2, "--seconds nan is not a positive number"),
-        (["--only", "inputs", "true"], 2, "--only inputs is not a group of changes: batch,"),
         (["no-such-program"], 127, "no-such-program is not a program"),
-        (["true"], 1, "the training fails before any change: the command ended without Trainer"),
+        (["python", "-m", "papermill", "train.ipynb"], 2, "notebooks cannot be tried"),
+        (["true"], 1, "the training fails before any change: no Trainer was seen"),
+        (["--keep", "r", "true"], 2, "there is no mlflow.db in"),
     ],
 )
 def test_what_cannot_be_tried(
@@ -37,11 +49,82 @@ def test_no_file_of_others_is_replaced(capsys: pytest.CaptureFixture[str], tmp_p
     assert theirs.read_text() == "trainer: {}"
 
 
-@pytest.mark.slow
-def test_slow_items_get_workers(
+HEALTHY = [Verdict("healthy", "info").as_dict()]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "rows", "why"),
+    [
+        ([], [], "Note: the first run gave no diagnosis: it was too short, or Trainer(bare"),
+        (HEALTHY, [], "Note: the verdicts suggest no change that can"),
+        (HEALTHY, [Row(Setting())], "there was no time"),
+    ],
+)
+def test_why_there_is_no_answer(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    verdicts: list[dict[str, object]],
+    rows: list[Row],
+    why: str,
+) -> None:
+    monkeypatch.setattr(Experiment, "results", lambda self: (rows, None))
+    first = Outcome({"verdicts": verdicts, "notes": []}, None, 1.0, 0)
+    monkeypatch.setattr(Experiment, "first", first, raising=False)
+    code, out, _ = call(capsys, "try", "true")
+    assert code == 0
+    assert why in out
+    assert "failed" not in out
+
+
+def test_an_earlier_file_keeps_no_old_change(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole of it: the change is found, proven equal, and written; the script is unchanged."""
+    """Where nothing helps now; the file is still one for --config."""
+    monkeypatch.setattr(Experiment, "results", lambda self: ([], None))
+    nothing = Outcome({"verdicts": [], "notes": []}, None, 1.0, 0)
+    monkeypatch.setattr(Experiment, "first", nothing, raising=False)
+    target = tmp_path / "fast.yaml"
+    target.write_text("# Written by lightning-perf try\ntrainer: {precision: bf16-mixed}\n")
+    assert call(capsys, "try", "-o", str(target), "true")[0] == 0
+    assert yaml.safe_load(target.read_text()) == {}
+
+
+#: A training that does not end by itself.
+ENDS = "import os, time; open(f'{os.getpid()}.pid', 'w'); time.sleep(1e6)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """No process, and no temporary folder."""
+    temporary, here = tmp_path / "tmp", tmp_path / "here"
+    temporary.mkdir()
+    here.mkdir()
+    command = [sys.executable, "-m", "lightning_perf", "try", "--", sys.executable, "-c", ENDS]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=here, env=environment, stderr=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 60
+        while not list(here.glob("*.pid")) and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert not list(temporary.iterdir())
+    assert has_ended(here)
+
+
+@pytest.mark.slow
+def test_slow_items_get_workers(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mlflow_server: str,
+) -> None:
+    """The whole of it: the change is found, proven equal, written and kept in MLflow.
+
+    The script is unchanged, and the server has no other run than before.
+    """
+    client = MlflowClient(mlflow_server)
+    run = client.create_run("0", run_name="tried").info.run_id
     folder = tmp_path / "here"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -50,17 +133,21 @@ def test_slow_items_get_workers(
     before = script.read_bytes(), sorted(folder.rglob("*"))
     page, target = tmp_path / "page.html", tmp_path / "fast.yaml"
     code, out, err = call(
-        capsys, "try", "--minutes", "6", "--seconds", "2", "--only", "input", "--json",
-        "--html", str(page), "-o", str(target), "--", sys.executable, "train.py", "slow",
+        capsys, "try", "--minutes", "6", "--seconds", "1", "--only", "input", "--json",
+        "--html", str(page), "-o", str(target), "--keep", run, "--tracking-uri", mlflow_server,
+        "--", sys.executable, "train.py", "slow",
     )  # fmt: skip
     assert code == 0, err
     found = json.loads(out)
     best = found["best"]
-    assert best["setting"].startswith("num_workers=")
+    assert best["setting"] == "num_workers=4"
     assert best["speedup"]["low"] > 1.02
     assert best["same"] == "equal"
-    workers = best["setting"].removeprefix("num_workers=")
-    assert found["lines"] == [f"DataLoader(..., num_workers={workers}, persistent_workers=True)"]
-    assert f"num_workers={workers}" in target.read_text()
+    assert found["lines"] == ["DataLoader(..., num_workers=4, persistent_workers=True)"]
+    assert "num_workers=4" in target.read_text()
     assert "num_workers" in page.read_text()
+    kept = Path(client.download_artifacts(run, "try", str(tmp_path)))
+    assert json.loads((kept / "try.json").read_text()) == found
+    assert (kept / "try.html").read_text() == page.read_text()
+    assert [each.info.run_id for each in client.search_runs(["0"])][:1] == [run]
     assert (script.read_bytes(), sorted(folder.rglob("*"))) == before

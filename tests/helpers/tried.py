@@ -1,9 +1,14 @@
-"""A training for ``lightning-perf try``, run as a script: ``python tried.py CASE``."""
+"""A training for ``lightning-perf try``, run as a script: ``python tried.py CASE``.
+
+In the case "ranks" the second one begins earlier, and the dataset is changed in each epoch.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +18,28 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
-#: Seconds of an item of the case "slow".
-ITEM = 0.03
+from lightning_perf.extend import CHANGES, Change
+from lightning_perf.trials.changes import Seen, Workers
+
+#: Seconds of an item of the case "slow", and by which rank 1 is earlier.
+ITEM, EARLIER = 0.02, 3.0
+
+
+class FourWorkers(Workers):
+    """One trial instead of those of several numbers."""
+
+    @classmethod
+    def proposed(cls, seen: Seen) -> Iterator[Change]:
+        yield cls(4)
 
 
 class Items(Dataset[tuple[Tensor, Tensor]]):
     """Items that are made in one of several ways."""
 
     def __init__(self, case: str) -> None:
-        self.case, self.read = case, 0
+        self.case, self.read, self.level = case, 0, 0
 
     def __len__(self) -> int:
         return 4000
@@ -37,8 +53,6 @@ class Items(Dataset[tuple[Tensor, Tensor]]):
             x = x + self.read / 4000
         elif self.case == "random":
             x = x + torch.rand(()) / 100
-        elif self.case == "hangs" and get_worker_info() is not None:
-            time.sleep(1e6)
         return x, x.sum(0, keepdim=True)
 
 
@@ -81,9 +95,19 @@ class Elsewhere(Logger):
 def train(case: str) -> None:
     """Train as scripts do, which leaves files."""
     torch.set_num_threads(1)
+    data = Items(case)
     kept = ModelCheckpoint("kept", "last", monitor="val_loss", enable_version_counter=False)
+    ranks, options = int(os.environ.get("WORLD_SIZE", "1")), {}
+    if case == "slow":
+        CHANGES[:] = [FourWorkers]
+    if case == "spawn":
+        options = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    if case == "ranks" and os.environ["RANK"] == "0":
+        Model.on_fit_start = lambda self: time.sleep(EARLIER)
+        Model.on_train_epoch_start = lambda self: setattr(data, "level", self.current_epoch)
     trainer = L.Trainer(
         accelerator="cpu",
+        devices=ranks,
         max_epochs=100,
         limit_train_batches=20,
         limit_val_batches=2,
@@ -92,9 +116,10 @@ def train(case: str) -> None:
         callbacks=[kept, EarlyStopping("val_loss", patience=1000)],
         enable_model_summary=False,
     )
-    model, data = Model(), Items(case)
-    loaders = DataLoader(data, 4, shuffle=True), DataLoader(data, 4)
-    trainer.validate(model, loaders[1])
+    model = Model()
+    loaders = DataLoader(data, 4, shuffle=True, **options), DataLoader(Items(case), 4)
+    if ranks == 1:
+        trainer.validate(model, loaders[1])
     trainer.fit(model, *loaders)
     torch.save(model.state_dict(), "model.pt")
 

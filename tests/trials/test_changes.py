@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from helpers.small import Small, trainer
@@ -99,9 +100,41 @@ def test_intervals_are_those_of_the_advice(tmp_path: Path) -> None:
     ]  # fmt: skip
     found.trainer.check_val_every_n_epoch, found.trainer.val_check_interval = None, 100
     assert names(found, "validation") == ["val_check_interval=200"]
+    (change,) = proposals(found, ("validation",))
+    assert change.period(found) == 200
     found.trainer.val_check_interval = 0.25
     found.trainer.check_val_every_n_epoch = 1
     assert names(found, "validation") == ["val_check_interval=0.5"]
+    found.trainer.fit_loop.max_batches = 60
+    (change,) = proposals(found, ("validation",))
+    assert change.period(found) == 30
+
+
+@pytest.mark.parametrize(
+    ("every", "epochs", "expected", "period"),
+    [
+        (1.0, 1, {"check_val_every_n_epoch": 2}, 200),
+        (0.75, 1, {"check_val_every_n_epoch": 2}, 200),
+        (60, 1, {"check_val_every_n_epoch": 2}, 200),
+        (1, 1, {"val_check_interval": 2}, 2),
+        (0.5, 3, {"val_check_interval": 1.0}, 300),
+        (10, 1, {"val_check_interval": 20}, 20),
+        (30, 1, {"val_check_interval": 60}, 100),  # 3 in an epoch, and 1
+        (9, 1, {"val_check_interval": 18}, 18),  # 11, and 5
+        (30, None, {"val_check_interval": 60}, 60),
+        ("00:10:00", 1, None, None),
+    ],
+)
+def test_half_as_many_validations(
+    tmp_path: Path, every: Any, epochs: int | None, expected: Any, period: int | None
+) -> None:
+    """Not more batches than an epoch has, where they are counted in each epoch."""
+    found = seen(tmp_path, verdict("validation-bound"))
+    found.trainer.fit_loop.max_batches = 100
+    found.trainer.val_check_interval, found.trainer.check_val_every_n_epoch = every, epochs
+    proposed = list(proposals(found, ("validation",)))
+    assert [each.value for each in proposed] == ([expected] if expected else [])
+    assert [each.period(found) for each in proposed] == ([period] if period else [])
 
 
 def test_values_travel_as_json(tmp_path: Path) -> None:
@@ -150,7 +183,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
 
 
 def test_fused_optimizer(tmp_path: Path) -> None:
-    change = changes.FusedOptimizer()
+    change = changes.FusedOptimizer(["SGD"])
     found = trained(tmp_path, change, lambda made, _: made.optimizers[0].param_groups[0]["fused"])
     assert found is True
 
@@ -240,6 +273,10 @@ def test_a_loader_is_changed_in_place() -> None:
     loader = DataLoader(Where(), batch_size=2)
     compat.change_loader(loader, changes.Workers(2).loader)
     assert (loader.prefetch_factor, loader.persistent_workers) == (2, True)
+    compat.change_loader(loader, {"num_workers": 1})
+    next(iter(loader))  # such as a look at the data: this worker stays
+    compat.change_loader(loader, changes.Workers(2).loader)
+    compat.end_workers(loader)
     workers, items = zip(*loader, strict=True)
     assert {int(each) for batch in workers for each in batch} == {0, 1}
     assert torch.cat(items).tolist() == list(range(12))
@@ -289,6 +326,8 @@ class Stream(IterableDataset[int]):
         (lambda index, _: (torch.ones(3), index), "fixed"),
         (lambda *_: torch.rand(3), "random"),
         (lambda *_: (torch.zeros(2), random.random()), "random"),
+        (lambda *_: torch.ones(3) * (1 if torch.rand(()) < 0.01 else 2), "random"),
+        (lambda index, _: torch.ones(3) * (index and np.random.rand()), "random"),
         (lambda _, read: torch.ones(3) * read, "stateful"),
         (lambda *_: 1 / 0, "unknown"),
     ],

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 from math import inf, log
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
+from lightning_perf.trials import experiment
 from lightning_perf.trials.advice import as_yaml, lines, patch
-from lightning_perf.trials.experiment import Candidate, Experiment, Setting
+from lightning_perf.trials.experiment import Candidate, Experiment, Setting, TrialsFailed
 from lightning_perf.trials.process import Outcome
 from lightning_perf.trials.proof import MOST, same_training, speedup
 
@@ -18,7 +21,7 @@ from lightning_perf.trials.proof import MOST, same_training, speedup
 def candidate(kind: str = "Workers", **fields: Any) -> Candidate:
     defaults = {
         "value": 2, "name": kind, "group": kind, "exact": True, "keeps": [], "predicted": None,
-        "trainer": {}, "loader": {}, "code": "", "yaml": [],
+        "period": 1, "trainer": {}, "loader": {}, "code": "", "yaml": [],
     }  # fmt: skip
     return Candidate(kind=kind, **(defaults | fields))
 
@@ -132,9 +135,9 @@ def test_what_is_the_same_training(
 
 def test_a_training_that_never_repeats_is_compared_by_its_losses() -> None:
     again = result([0.4, 0.3, 0.2, 0.12])
-    found = same_training(result([0.4, 0.3, 0.2, 0.13]), [result(BASE), again], SEEDED, True, "")
-    assert found == "alike (two runs as it is differ, too)"
-    assert same_training(result(BASE), [result(BASE), again], [], True, "").startswith("unknown")
+    ours, base = result([0.4, 0.3, 0.2, 0.13]), [result(BASE), again]
+    assert same_training(ours, base, SEEDED, True, "") == "alike (two runs as it is differ, too)"
+    assert same_training(ours, base, [], True, "").startswith("unknown (")
 
 
 def test_only_the_first_epoch_is_compared() -> None:
@@ -142,6 +145,170 @@ def test_only_the_first_epoch_is_compared() -> None:
     base, ours = result(BASE), result(BASE, samples="1243")
     base["epoch"] = ours["epoch"] = 2
     assert same_training(ours, [base], [], True, "fixed") == "equal"
+
+
+def test_a_stream_in_another_order_each_time_is_unknown() -> None:
+    """Workers may repeat its items, which cannot be seen: it is never recommended."""
+    base, again, ours = (result(BASE, batches=each) for each in ("abcd", "bcda", "aacc"))
+    found = same_training(ours, [base, again], SEEDED, True, "unknown")
+    assert found == "unknown: two runs as it is have other batches, too"
+    assert same_training(ours, [base, again], SEEDED, True, "stateful") == found
+    assert same_training(ours, [base, again], SEEDED, True, "fixed").startswith("alike")
+    assert same_training(ours, [base, again], SEEDED, True, "").startswith("alike")
+
+
+def test_rounding_is_measured_where_nothing_is_random() -> None:
+    """Seeds change nothing there; how losses differ between batches says what chance is."""
+    losses = [0.5, 0.3, 0.4, 0.2, 0.3, 0.1]
+    base, rounded, other = (result([each + more for each in losses]) for more in (0, 1e-6, 0.2))
+    assert same_training(rounded, [base], [base] * 2, False, "fixed") == "alike (rounding)"
+    assert same_training(other, [base], [base] * 2, False, "fixed").startswith("not equal")
+    # Other batches at other seeds are a measure themselves.
+    seeded = [result(losses, batches="dcba")] * 2
+    assert same_training(rounded, [base], seeded, False, "fixed").startswith("not equal")
+
+
+def test_larger_batches_are_compared_over_the_same_samples() -> None:
+    """A training that learns has smaller losses after more samples."""
+    falling = [1 / (1 + number) for number in range(16)]
+    base = result(falling)
+    seeded = [result([each * scale for each in falling]) for scale in (0.97, 1.03)]
+    larger = [sum(falling[at : at + 4]) / 4 for at in range(0, 16, 4)]
+    ours = result([*larger, *(0.05 for _ in range(12))]) | {"batch_size": 16}
+    assert same_training(ours, [base], seeded, False, "fixed") == "alike (other batches)"
+
+
+def test_workers_that_stay_do_not_see_a_dataset_that_changes() -> None:
+    """Such as one of a curriculum, which is told the epoch."""
+    base = result(BASE) | {"dataset_changes": True}
+    assert same_training(result(BASE), [base], [], True, "fixed") == "equal"
+    found = same_training(result(BASE), [base], [], True, "fixed", resident=True)
+    assert found.startswith("not equal: the training changes the dataset")
+
+
+def test_samples_are_compared_although_losses_never_repeat() -> None:
+    base, again = result(BASE), result([0.4, 0.3, 0.2, 0.12])
+    ours = result(BASE, samples="1243")
+    assert same_training(ours, [base, again], [], True, "").startswith("not equal: batch 2")
+
+
+@pytest.mark.parametrize(
+    ("listed", "epoch", "timed", "expected"),
+    [
+        # Half as often is half of the cost of validation, not none of it.
+        (candidate(keeps=["validation"], period=80.0), 40, 500, [160, 160, 120]),
+        # Four workers deliver four batches at once.
+        (candidate(loader={"num_workers": 4}), None, 500, [88, 88, 88]),
+        # A training that ends after so many batches.
+        (candidate(keeps=["validation"], period=20.0), None, 50, [40, 40, 50]),
+    ],
+)
+def test_trials_have_whole_periods(
+    monkeypatch: pytest.MonkeyPatch,
+    listed: Candidate,
+    epoch: int | None,
+    timed: int,
+    expected: list[int],
+) -> None:
+    specs: list[Any] = []
+    trials = started(monkeypatch, specs, listed, epoch=epoch, timed=timed)
+    (change,) = trials.start()
+    trials.run(Setting((change,), tuple(change.keeps)))
+    trials.run(Setting(keeps=tuple(change.keeps)))
+    trials.run(Setting())
+    assert [each["batches"] for each in specs[1:]] == expected
+
+
+def started(
+    monkeypatch: pytest.MonkeyPatch, specs: list[Any], listed: Candidate, **fields: Any
+) -> Experiment:
+    """Trials whose first run, of batches of 58 ms, proposes one change."""
+
+    def run_trial(*args: Any) -> Outcome:
+        specs.append(args[3])
+        found = outcome(1.0)
+        defaults = {"median": 0.058, "candidates": [listed._asdict()], "dataset": "fixed"}
+        found.result.update(  # type: ignore[attr-defined]
+            defaults | fields | {"seconds": fields.get("seconds_per_batch", 0.06) * fields["timed"]}
+        )
+        return found
+
+    monkeypatch.setattr(experiment, "run_trial", run_trial)
+    trials = Experiment(["true"], 1, 5, [], lambda _: None)
+    trials.close()
+    return trials
+
+
+@pytest.mark.parametrize(("period", "timed"), [(200.0, 500), (60.0, 50)])
+def test_a_change_whose_period_is_too_long_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, period: float, timed: int
+) -> None:
+    """For the time, or for a training that ends: the number of validations would be chance."""
+    listed = candidate(keeps=["validation"], period=period)
+    trials = started(monkeypatch, [], listed, epoch=None, timed=timed)
+    assert trials.start() == []
+    assert trials.too_long == [listed]
+
+
+def test_slow_batches_are_not_taken_for_a_short_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = started(monkeypatch, [], candidate(), timed=9, seconds_per_batch=3.0)
+    with pytest.raises(TrialsFailed, match=r"takes 3\.00 s, .* 20 of them: raise --minutes"):
+        trials.start()
+    with pytest.raises(TrialsFailed, match="the training has 9 batches after 10 of warm-up"):
+        started(monkeypatch, [], candidate(), timed=9).start()
+
+
+class Needy(Simulated):
+    """A training that fails without validation."""
+
+    def run(self, setting: Setting) -> Outcome:
+        if not self._whole:
+            return Outcome({}, "KeyError: 'val_loss'", 1.0, 0)
+        return super().run(setting)
+
+
+def test_a_training_that_needs_validation_has_it_in_trials() -> None:
+    rows, best = Needy(0, 0.01, {"a": 1.5}).results()
+    assert [row.failure for row in rows] == [None]
+    assert best is not None
+
+
+class Broken(Simulated):
+    """A training that fails in all trials but the first one."""
+
+    def run(self, setting: Setting) -> Outcome:
+        return Outcome({}, "OSError: locked", 1.0, 0)
+
+
+class Late(Simulated):
+    """A training that needs validation where it writes checkpoints, and is faster without."""
+
+    def run(self, setting: Setting) -> Outcome:
+        if self._whole:
+            return super().run(setting)
+        return Outcome({}, "KeyError: 'val_loss'", 1.0, 0) if setting.keeps else outcome(0.01)
+
+
+def test_trials_before_validation_was_needed_are_forgotten() -> None:
+    """Rounds in which only one side had it are no comparison."""
+    trials = Late(0, 0.01, {"a": 1.5, "b": 1.5})
+    both = [candidate("a", keeps=["checkpoint"]), candidate("b")]
+    trials.start = lambda: both  # type: ignore[method-assign]
+    rows, _ = trials.results()
+    assert [row.speedup and round(row.speedup.ratio, 1) for row in rows] == [1.5, 1.5]
+
+
+def test_a_trial_that_hangs_does_not_need_validation() -> None:
+    trials = Simulated(0, 0.01, {})
+    trials.allowed = 10.0
+    trials.run = lambda _: Outcome({}, "stopped after 11 s", 11.0, 0)  # type: ignore[method-assign]
+    trials._measure(Setting())
+    assert not trials._whole
+
+
+def test_a_change_is_not_blamed_for_what_fails_without_it() -> None:
+    rows, _ = Broken(0, 0.01, {"a": 1.5}).results()
+    assert rows[0].failure == "as it is fails, too, in a trial: OSError: locked"
 
 
 WORKERS = candidate(loader={"num_workers": 2}, yaml=[[["data", "num_workers"], 2]])
@@ -167,8 +334,24 @@ def test_yaml_for_the_command_line() -> None:
     }  # fmt: skip
     assert "# In the code: model = torch.compile(model)" in text
     alone = as_yaml([WORKERS._replace(yaml=[])])
-    assert yaml.safe_load(alone) is None
+    assert yaml.safe_load(alone) == yaml.safe_load(as_yaml([])) == {}  # a valid file
     assert "num_workers=2" in alone
+
+
+LARGER = candidate(
+    "LargerBatch", loader={"batch_size": 32}, trainer={"accumulate_grad_batches": 1},
+    yaml=[[["trainer", "accumulate_grad_batches"], 1]],
+)  # fmt: skip
+
+
+def test_half_of_a_change_is_only_a_comment() -> None:
+    """Without the larger batch, an optimizer step would have fewer samples."""
+    text = as_yaml([LARGER])
+    assert yaml.safe_load(text) == {}
+    assert "accumulate_grad_batches=1" in text
+    for size, steps in (("8", "n"), ("n", "4")):
+        source = f"DataLoader(d, batch_size={size})\nTrainer(accumulate_grad_batches={steps})\n"
+        assert patch(source, "train.py", [LARGER]) == ""
 
 
 SCRIPT = '''\
@@ -211,10 +394,23 @@ def test_a_patch_sets_literal_arguments() -> None:
         "DataLoader(x, **options)\n",
         "print(1)\n",
         "not python at all\n",
+        "DataLoader(x, shuffle=(sampler is None))\n",
+        "DataLoader((x))\n",
+        "DataLoader(x for x in y)\n",
+        "DataLoader(x, 8, True, None, None, 4)\n",
+        "DataLoader(*args)\n",
+        "def val_dataloader(self):\n    return DataLoader(x)\n",
+        "def train_dataloader(self):\n    return DataLoader(x)\nDataLoader(y)\n",
+        "x = 1\rDataLoader(x)\r",
     ],
 )
 def test_a_doubt_gives_no_patch(source: str) -> None:
     assert patch(source, "train.py", [WORKERS]) == ""
+
+
+def test_a_form_feed_is_no_line() -> None:
+    (_, new) = changed("\x0cimport torch\nd = DataLoader(x)\n", WORKERS)
+    assert new == "+d = DataLoader(x, num_workers=2)"
 
 
 def test_a_call_without_arguments_gets_them() -> None:
@@ -222,3 +418,23 @@ def test_a_call_without_arguments_gets_them() -> None:
     assert changed("d = DataLoader[int](x)\n", WORKERS)[1] == (
         "+d = DataLoader[int](x, num_workers=2)"
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import x\n\nDataLoader(x)",
+        "import x\r\n\r\nDataLoader(x)\r\nx.y()\r\n",
+        "import x\n\f\nDataLoader(x)\n",
+        "if 1:\n\tDataLoader(x)\n",
+        "x = 'ä\x85ö\u2028'; DataLoader(x)\n",
+    ],
+)
+def test_git_applies_a_patch(tmp_path: Path, source: str) -> None:
+    """Without an end of the last line, and with other ends and controls than usual."""
+    script = tmp_path / "train.py"
+    script.write_bytes(source.encode())
+    diff = patch(source, "train.py", [WORKERS])
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff.encode(), check=True)
+    changed = source.replace("DataLoader(x)", "DataLoader(x, num_workers=2)")
+    assert script.read_bytes() == changed.encode()

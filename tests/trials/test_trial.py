@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import tried
+from helpers.processes import has_ended
+from torch.utils.data import DataLoader
 
+from lightning_perf.trials import trial
 from lightning_perf.trials.experiment import Candidate, Experiment, Setting
+from lightning_perf.trials.process import RESULT, TRAINER, VARIABLE, Outcome
 from lightning_perf.trials.proof import same_training
 
 WORKERS = Candidate(
-    "Workers", 2, "num_workers=2", "input", True, [], None, {}, {"num_workers": 2}, "", []
+    "Workers", 2, "num_workers=2", "input", True, [], None, 1, {}, {"num_workers": 2}, "", []
 )
+FIRST = Setting(keeps=("checkpoint", "validation"))
+#: Two ranks on this machine.
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
@@ -26,91 +35,199 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-@pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder, with a checkpoint that a trial must not replace."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "last.ckpt").write_text("of another run")
-    return tmp_path
+def run(
+    folder: Path, arguments: Sequence[str], *settings: Setting, batches: int | None = None
+) -> list[Outcome]:
+    """Trials of Python with these arguments, in a folder that must stay as it is."""
+    before = contents(folder)
+    trials = Experiment([sys.executable, *arguments], minutes=5, seconds=0.5, only=[], tell=print)
+    trials.batches = batches
+    try:
+        found = []
+        for setting in settings:
+            found.append(trials.run(setting))
+            trials.batches = batches or 12
+    finally:
+        trials.close()
+    assert contents(folder) == before
+    return found
 
 
-def experiment(case: str) -> Experiment:
-    command = [sys.executable, tried.__file__, case]
-    return Experiment(command, minutes=5, seconds=0.5, only=[], tell=print)
-
-
-@pytest.fixture
-def trials(request: pytest.FixtureRequest, in_folder: Path) -> Iterator[Experiment]:
-    found = experiment(request.param)
-    yield found
-    found.close()
+@pytest.fixture(scope="module")
+def stateful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    """The results of a first run and of one with workers, where a checkpoint must stay."""
+    folder = tmp_path_factory.mktemp("stateful")
+    (folder / "kept").mkdir()
+    (folder / "kept" / "last.ckpt").write_text("of another run")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        patched.setenv("OMP_NUM_THREADS", "1")
+        outcomes = run(folder, [tried.__file__, "stateful"], FIRST, Setting((WORKERS,)))
+        assert [each.error for each in outcomes] == [None, None]
+        yield [dict(each.result) for each in outcomes]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trials", ["fixed"], indirect=True)
-def test_the_first_run_diagnoses_and_leaves_nothing(trials: Experiment, in_folder: Path) -> None:
-    """Checkpoints, logs and the lines after fit of a script that writes all of them."""
-    before = contents(in_folder)
-    outcome = trials.run(Setting(keeps=("checkpoint", "validation")))
-    assert outcome.error is None
-    assert contents(in_folder) == before
-    result = outcome.result
+def test_the_first_run_diagnoses_and_leaves_nothing(stateful: list[dict[str, Any]]) -> None:
+    """Nor checkpoints, logs and files of the lines after fit of a script that writes all."""
+    result, _ = stateful
     assert result["timed"] >= 60
     assert result["epoch"] == 20
-    assert result["dataset"] == "fixed"
+    assert result["dataset"] == "stateful"
+    assert not result["dataset_changes"]  # but by its items
     assert result["verdicts"]
     assert "Elsewhere writes nothing in trials" in result["notes"]
 
 
-def both(trials: Experiment, name: str) -> str:
-    """Whether a training with workers is the same as without."""
-    trials.batches = 12
-    results: list[Any] = []
-    for setting in (Setting(), Setting((WORKERS,))):
-        outcome = trials.run(setting)
-        assert outcome.error is None
-        results.append(outcome.result)
-    assert results[1]["startup"] > 0
-    return same_training(results[1], results[:1], [], exact=True, dataset=name)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("trials", ["fixed"], indirect=True)
-def test_workers_leave_a_training_equal(trials: Experiment, in_folder: Path) -> None:
-    """Its weights are not seeded: both trials begin with the same ones."""
-    before = contents(in_folder)
-    assert both(trials, "fixed") == "equal"
-    assert contents(in_folder) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trials", ["stateful"], indirect=True)
-def test_items_that_depend_on_earlier_ones_are_found(trials: Experiment) -> None:
+def test_items_that_depend_on_earlier_ones_are_found(stateful: list[dict[str, Any]]) -> None:
     """In workers each copy of the dataset counts for itself."""
-    assert both(trials, "stateful") == "not equal: batch 1 differs"
+    base, ours = stateful
+    assert same_training(ours, [base], [], True, "stateful") == "not equal: batch 1 differs"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trials", ["hangs"], indirect=True)
-def test_a_change_that_hangs_is_a_result(trials: Experiment) -> None:
-    """Its processes are ended, and the next trial runs."""
-    trials.batches, trials.allowed = 12, 40.0
-    assert trials.run(Setting()).error is None
-    outcome = trials.run(Setting((WORKERS,)))
+def test_two_ranks_of_a_launcher(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 decides when the first run ends, although rank 1 has trained for longer."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (found,) = run(in_tmp, [*TORCHRUN, tried.__file__, "ranks"], FIRST)
+    assert found.error is None
+    assert found.result["world_size"] == 2
+    assert found.result["timed"] >= 60
+    assert found.result["dataset_changes"]
+
+
+@pytest.mark.slow
+def test_a_module_whose_workers_are_spawned(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import the module again, with the trial's environment."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    package = in_tmp / "package"
+    package.mkdir()
+    shutil.copy(tried.__file__, package / "train.py")
+    (found,) = run(in_tmp, ["-m", "package.train", "spawn"], Setting(), batches=10)
+    assert found.error is None
+    assert found.result["timed"] == 10
+    assert len(found.result["samples"]) == 10
+
+
+HANGS = """
+import subprocess, sys, time
+code = "import os, time; open(f'{os.getpid()}.pid', 'w'); time.sleep(1e6)"
+subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+time.sleep(1e6)
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it has started, sessions of their own included."""
+    monkeypatch.chdir(tmp_path)
+    trials = Experiment([sys.executable, "-c", HANGS], 1, 1, [], print)
+    trials.allowed = 3.0
+    outcome = trials.run(Setting())
+    trials.close()
     assert outcome.error is not None
-    assert outcome.error.startswith("stopped after 40.")
+    assert outcome.error.startswith("stopped after 3.")
+    assert has_ended(tmp_path)
+
+
+ORPHAN = HANGS.replace("time.sleep(1e6)\n", "time.sleep(2)\n")
 
 
 @pytest.mark.slow
-def test_a_command_without_a_fit_says_so(in_folder: Path) -> None:
-    """Such as one that does not train, or trains elsewhere."""
-    trials = Experiment([sys.executable, "-c", "print('done')"], 1, 1, [], print)
+def test_what_outlives_its_launcher_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failure(ORPHAN)
+    assert has_ended(tmp_path)
+
+
+#: As a trial ends: the result is there, and the process waits.
+ENDS = f"""
+import json, os, pathlib, time
+spec = pathlib.Path(os.environ["{VARIABLE}"])
+spec.with_name("{RESULT}").write_text(json.dumps(dict(timed=1, seconds=1.0)))
+time.sleep(1e6)
+"""
+
+
+@pytest.mark.slow
+def test_a_shell_script_does_not_go_on_after_a_trial(in_tmp: Path) -> None:
+    """Such as one that moves the checkpoint, also without ``set -e``."""
+    (in_tmp / "train.py").write_text(ENDS)
+    (in_tmp / "train.sh").write_text(f"'{sys.executable}' train.py\ntouch moved\n")
+    trials = Experiment(["sh", "train.sh"], 1, 1, [], print)
+    outcome = trials.run(Setting())
+    trials.close()
+    assert outcome.error is None
+    assert outcome.wall_seconds < 60
+    assert sorted(each.name for each in in_tmp.iterdir()) == ["train.py", "train.sh"]
+
+
+def failure(code: str) -> str:
+    """Why a trial of Python code has no result."""
+    trials = Experiment([sys.executable, "-c", code], 1, 1, [], print)
     try:
-        assert "ended without Trainer.fit" in str(trials.run(Setting()).error)
-        failed = Experiment([sys.executable, "-c", "raise OSError('no data')"], 1, 1, [], print)
-        assert failed.run(Setting()).error == "OSError: no data"
-        failed.close()
+        return str(trials.run(Setting()).error)
     finally:
         trials.close()
+
+
+#: What torchrun writes after the error of a rank.
+TABLE = "print('ChildFailedError: '); print('traceback : To enable'); print('=' * 60)"
+
+#: As the first Trainer does.
+SEEN = f"""
+import os, pathlib
+pathlib.Path(os.environ["{VARIABLE}"]).with_name("{TRAINER}").touch()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("print('done')", "no Trainer was seen. If another program starts the training"),
+        ("raise OSError('no data')", "OSError: no data"),
+        (f"print('[rank0]: OSError: no data'); {TABLE}; exit(1)", "OSError: no data"),
+        ("print('out of luck'); exit(1)", "out of luck"),
+        ("exit(3)", "exit code 3"),
+        (SEEN, "the command constructed a Trainer, and ended without Trainer.fit"),
+    ],
+)
+def test_why_there_is_no_result(code: str, why: str) -> None:
+    assert failure(code).startswith(why)
+
+
+def test_the_first_trainer_leaves_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which `SEEN` is known: there was one in a process with the environment."""
+    spec = {
+        "folder": str(tmp_path), "shared": str(tmp_path), "changes": [], "keeps": [],
+        "warm_up": 1, "batches": 1,
+    }  # fmt: skip
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    monkeypatch.setattr(trial.Trial, "attach", lambda self: None)
+    trial.joined(str(tmp_path / "spec.json"))
+    assert (tmp_path / TRAINER).exists()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_only_one_loader_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Of several, none is proposed a change: one value would be for all."""
+    loaders = [DataLoader([1, 2], batch_size=size) for size in range(1, count + 1)]
+    monkeypatch.setattr(trial.Trial, "_record_samples", lambda *_: None)
+    tried_here = trial.Trial(trial.Spec(str(tmp_path), str(tmp_path), [], [], 1, 1))
+
+    class Strategy:
+        def process_dataloader(self, loader: Any) -> Any:
+            return loader
+
+    class Loop:
+        def setup_data(self) -> None:
+            for each in loaders:
+                tried_here._process_loader(Strategy(), each)
+
+    tried_here._set_up_data(Loop())
+    assert tried_here._loader is (loaders[0] if count == 1 else None)

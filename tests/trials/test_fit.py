@@ -1,0 +1,139 @@
+"""A trial within this process: what it records of a fit."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from helpers.small import WIDTH, Small, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_perf.trials.changes import Change, LargerBatch
+from lightning_perf.trials.trial import Spec, Trial, _reason
+
+
+class Ended(Exception):
+    """Instead of the end of the process."""
+
+
+class Held(Trial):
+    """Ends the fit alone."""
+
+    def __init__(self, folder: Path, *changes: Change, **fields: Any) -> None:
+        made = [[type(each).__name__, each.value] for each in changes]
+        defaults = {"changes": made, "keeps": [], "warm_up": 4, "batches": 8}
+        super().__init__(Spec(str(folder), str(folder), **(defaults | fields)))
+
+    def _end(self, trainer: Any, error: BaseException | None = None) -> NoReturn:
+        if not isinstance(error, Ended):
+            self.result = {"error": _reason(error)} if error else dict(self._result(trainer))
+        raise Ended
+
+    def fit(self, folder: Path, module: Any, *data: Any, **options: Any) -> dict[str, Any]:
+        """The result of a fit."""
+        made = trainer(folder, self, max_epochs=50, **options)
+        self._isolate(made)
+        with pytest.raises(Ended):
+            self._fit(made.fit, made, module, *data)
+        return self.result
+
+
+def test_losses_of_accumulated_batches_are_whole(tmp_path: Path) -> None:
+    """Lightning divides them; before the first step their mean is the loss of the larger batch."""
+    base = Held(tmp_path).fit(tmp_path, Small(), accumulate_grad_batches=4)
+    larger = LargerBatch({"batch_size": 16, "accumulate_grad_batches": 1})
+    ours = Held(tmp_path, larger).fit(tmp_path, Small(), accumulate_grad_batches=4)
+    four = [float(each) for each in base["losses"][:4]]
+    assert sum(four) / 4 == pytest.approx(float(ours["losses"][0]))
+
+
+class Course(Dataset[list[Tensor]]):
+    """Is told the epoch by the training, or counts what is read."""
+
+    def __init__(self) -> None:
+        self.level, self.other, self.read = 0, 1, {"items": 0}
+        self.weights = torch.zeros(2)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        self.read["items"] += 1
+        return [torch.full((WIDTH,), 0.1 * index), torch.ones(1)]
+
+
+class Learner(Small):
+    """Changes its dataset before each epoch."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def on_train_epoch_start(self) -> None:
+        self.change(self.current_epoch)
+
+
+def test_a_dataset_that_the_training_changes_is_seen(tmp_path: Path) -> None:
+    """Also within another dataset, and in a tensor; not the items that it counts itself."""
+    for change, expected in (
+        (lambda data, epoch: None, False),
+        (lambda data, epoch: setattr(data, "level", epoch), True),
+        (lambda data, epoch: data.weights.fill_(epoch), True),
+    ):
+        data = Course()
+        loader = DataLoader(Subset(data, range(8)), batch_size=2)
+        result = Held(tmp_path, batches=20).fit(tmp_path, Learner(partial(change, data)), loader)
+        assert result["dataset_changes"] == expected
+
+
+def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:
+    """One of them cannot stand for all."""
+    loaders = {size: DataLoader(Course(), batch_size=size) for size in (1, 2)}
+
+    class First(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch[1], batch_idx)
+
+    result = Held(tmp_path, batches=None, least=2, seconds=0.0).fit(tmp_path, First(), loaders)
+    assert result["batch_size"] is None
+    assert not [each["loader"] for each in result["candidates"] if each["loader"]]
+    assert result["notes"] == ["arguments of several training DataLoaders are not tried"]
+
+
+def test_an_error_in_a_worker_is_named(tmp_path: Path) -> None:
+    """Not the line of torch around it."""
+
+    class Broken(Course):
+        def __getitem__(self, index: int) -> list[Tensor]:
+            raise OSError(f"no file {index}")
+
+    loader = DataLoader(Broken(), batch_size=2, num_workers=1)
+    assert Held(tmp_path).fit(tmp_path, Small(), loader) == {"error": "OSError: no file 0"}
+
+
+def test_an_unknown_group_is_refused_where_own_groups_are_known(tmp_path: Path) -> None:
+    """The training's packages may have added theirs."""
+    error = Held(tmp_path, batches=None, only=("inputs",)).fit(tmp_path, Small())["error"]
+    assert error.startswith("ValueError: --only inputs is not a group of changes: batch, ")
+
+
+def test_modules_may_use_wandb_themselves(tmp_path: Path) -> None:
+    """As they do beside Lightning's logger, which a trial replaces, and which starts it."""
+    wandb = pytest.importorskip("wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    class Logs(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            wandb.log({"own": 1})
+            return super().training_step(batch, batch_idx)
+
+    try:
+        result = Held(tmp_path).fit(tmp_path, Logs(), logger=WandbLogger(save_dir=tmp_path))
+    finally:
+        wandb.finish()
+    assert "error" not in result
+    assert not list(tmp_path.glob("*wandb*"))
