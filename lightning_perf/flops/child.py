@@ -85,15 +85,15 @@ def in_child(function: Callable[[], T], seconds: float = 5.0) -> T:
 
 def _wait(reader: Connection, pid: int, seconds: float) -> None:
     """Wait until a child has answered or ended; RuntimeError if it sleeps or computes too long."""
-    asleep, before = 0.0, -1.0
+    asleep, ticks = 0.0, os.sysconf("SC_CLK_TCK")
     while not reader.poll(_LOOK):
-        state, used = "", before
-        with suppress(OSError):  # it was waited for
-            state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            used = sum(map(int, numbers[10:12])) / os.sysconf("SC_CLK_TCK")
-        if state not in ("R", "D") and used == before:  # other threads of its own may run
+        threads: list[list[str]] = []
+        with suppress(OSError):  # one ended
+            stats = Path(f"/proc/{pid}/task").glob("*/stat")
+            threads = [each.read_text().rpartition(")")[2].split() for each in stats]
+        if not any(state in ("R", "D") for state, *_ in threads):  # runs, or waits for a disk
             asleep += _LOOK
-        before = used
+        used = sum(int(number) for numbers in threads for number in numbers[11:13]) / ticks
         if asleep > _MOST_ASLEEP:
             raise RuntimeError("it waits, and a forked process has no other threads")
         if used > seconds:
