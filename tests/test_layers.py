@@ -103,6 +103,15 @@ def test_libraries_stay_in_their_layers(module: Path) -> None:
         assert packages is None or package(module) in packages, f"{module} must not import {name}"
 
 
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
+def test_locks_may_be_taken_again(module: Path) -> None:
+    """The handler of a signal, which may end the run, interrupts a thread that holds one."""
+    nodes = list(ast.walk(ast.parse(module.read_text())))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {a.name for node in nodes if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert "Lock" not in names, f"{module}: use RLock"
+
+
 def test_every_package_has_a_layer() -> None:
     """A new package must be added to the table."""
     for module in MODULES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -14,13 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from multiprocessing.connection import Connection
 
     T = TypeVar("T")
 
-#: Seconds for the function, before the child is killed.
-_PATIENCE = 60.0
+#: Seconds that the child may sleep, and seconds between two looks at it.
+_MOST_ASLEEP, _LOOK = 2.0, 0.1
+#: The request to Linux's ``prctl`` for a signal when the parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 def can_fork(device: torch.device) -> bool:
@@ -30,10 +33,17 @@ def can_fork(device: torch.device) -> bool:
     return sys.platform == "linux" and device.type == "cpu" and alone
 
 
-def in_child(function: Callable[[], T]) -> T:
-    """The result of a function that runs in a forked child.
+def handled_signals() -> dict[int, Any]:
+    """The signals with a handler in Python, and these handlers."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    return {number: handler for number, handler in handlers.items() if callable(handler)}
 
-    The child has no files and connections of this process: what it writes or prints is lost.
+
+def in_child(function: Callable[[], T], seconds: float = 5.0) -> T:
+    """The result of a function that runs in a forked child, for some seconds of CPU time at most.
+
+    The child has no files, connections and signal handlers of this process: what it writes or
+    prints is lost. It has no other threads, either: if it waits for one, it is ended soon.
 
     Raises:
         RuntimeError: The function raised, with its error as text, or took too long.
@@ -44,39 +54,66 @@ def in_child(function: Callable[[], T]) -> T:
         (1, [])
     """
     reader, writer = Pipe(duplex=False)
+    handled, mask, pid = handled_signals(), signal.pthread_sigmask(signal.SIG_BLOCK, ()), 0
     with reader, writer:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # other threads: from Python 3.12
-            pid = os.fork()
-        if not pid:
-            _run(function, writer)
-        writer.close()
         try:
-            if not reader.poll(_PATIENCE):
-                raise RuntimeError(f"it took longer than {_PATIENCE:.0f} s")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # threads: from Python 3.12
+                try:
+                    # The handlers that the child inherits must not run there.
+                    signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+                    pid = os.fork()
+                    if not pid:
+                        _run(function, writer, handled)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            writer.close()
+            _wait(reader, pid, seconds)
             done, value = reader.recv()
         except EOFError:
             raise RuntimeError("its process ended") from None
         finally:
             with suppress(OSError):  # a handler of the user has waited for it
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+                if pid:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
     if not done:
         raise RuntimeError(value)
     result: T = value
     return result
 
 
-def _run(function: Callable[[], Any], writer: Connection) -> None:
+def _wait(reader: Connection, pid: int, seconds: float) -> None:
+    """Wait until a child has answered or ended; RuntimeError if it sleeps or computes too long."""
+    asleep, ticks = 0.0, os.sysconf("SC_CLK_TCK")
+    while not reader.poll(_LOOK):
+        threads: list[list[str]] = []
+        with suppress(OSError):  # one ended
+            stats = Path(f"/proc/{pid}/task").glob("*/stat")
+            threads = [each.read_text().rpartition(")")[2].split() for each in stats]
+        if not any(state in ("R", "D") for state, *_ in threads):  # runs, or waits for a disk
+            asleep += _LOOK
+        used = sum(int(number) for numbers in threads for number in numbers[11:13]) / ticks
+        if asleep > _MOST_ASLEEP:
+            raise RuntimeError("it waits, and a forked process has no other threads")
+        if used > seconds:
+            raise RuntimeError(f"it took more than {seconds:.0f} s of CPU time")
+
+
+def _run(function: Callable[[], Any], writer: Connection, handled: Iterable[int]) -> None:
     """Run the function in the child, which ends here."""
     try:
-        with suppress(ValueError):  # not on the main thread
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(-1)
+        for number in handled:
+            # Not ignored: programs that it starts would inherit this.
+            signal.signal(number, lambda *_: None)
+        # It ends with its parent.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         nothing = os.open(os.devnull, os.O_RDWR)
         for file in [*Path("/proc/self/fd").iterdir()]:
             if int(file.name) != writer.fileno():
                 os.dup2(nothing, int(file.name))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
         torch.set_num_threads(1)  # the pool of threads is not in the child
         try:
             answer: tuple[bool, Any] = True, function()

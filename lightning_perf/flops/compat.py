@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,7 +201,7 @@ class Patches:
     def __init__(self, kind: type[Any], wrap: Callable[[], Any]) -> None:
         self._kind, self._wrap = kind, wrap
         self._wrapped: Any = None
-        self._lock, self._users = Lock(), 0
+        self._lock, self._users = RLock(), 0
         # Another library's replacement, such as DeepSpeed's.
         self._replaced: Any = None
         self._backward = PatchSet()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from typing_extensions import override
@@ -66,7 +66,7 @@ class Recorded:
         self._finish = cache(finish)
         # At the end of a run the training thread runs the remaining jobs of the worker. It must
         # not move the recording while the worker still reads it.
-        self._turn = Lock()
+        self._turn = RLock()
 
     def make(self, name: str, target: Path) -> None:
         """Write one of the further files."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import signal
 from contextlib import suppress
 from functools import partial
 from threading import get_ident
@@ -17,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_perf.errors import describe, warn
-from lightning_perf.flops.child import can_fork, in_child
+from lightning_perf.flops.child import can_fork, handled_signals, in_child
 from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.peaks import BatchCost as BatchCost
 from lightning_perf.flops.peaks import PeakResolver
@@ -25,6 +26,7 @@ from lightning_perf.flops.shadow import count_on_shadow, is_compiled
 from lightning_perf.flops.shapes import MOST_COUNTED, FlopCache, Signature, signature
 from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
+from lightning_perf.run.termination import signals_held
 from lightning_perf.timing.clock import NOTHING, waited_for_cpu
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ _TRIES = 8
 _WITH_CALLS = 15
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
+#: CPU time of a forked count, and more per submodule: ten times what blocks of transformers take.
+_SECONDS, _SECONDS_PER_PART = 5.0, 0.05
 _UNTRACKED = (
     "lightning_perf: the FLOPs of %s are not counted: MFU is a lower bound. Register them with "
     "lightning_perf.extend.flop_formula."
@@ -245,7 +249,15 @@ class FlopMeter:
             return counts, closures
 
         try:
-            shadow, closures = in_child(count) if apart else count()
+            if apart:
+                parts = sum(1 for _ in self.module.modules())
+                shadow, closures = in_child(count, _SECONDS + _SECONDS_PER_PART * parts)
+            else:
+                # A handler that saved a checkpoint meanwhile would save tensors without data.
+                # Ctrl-C ends what hangs.
+                handled, ctrl_c = handled_signals().items(), signal.default_int_handler
+                with signals_held(number for number, handler in handled if handler is not ctrl_c):
+                    shadow, closures = count()
         except (RuntimeError, OSError) as error:  # no process can be started
             cache.tries = 0
             self._warn_unpredictable(

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from math import inf
 from pathlib import Path, PurePosixPath
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -76,7 +76,7 @@ _EARLIER: WeakKeyDictionary[Trainer, Summary] = WeakKeyDictionary()
 #: The file of the last run of each Trainer of this process.
 _FILES: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
 #: The training thread and the one that makes files do not take two names for one run.
-_CLAIMING = Lock()
+_CLAIMING = RLock()
 
 
 def end_summary(context: Run, callbacks: Sequence[Any], reason: str) -> RunSummary | None:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at the end of a run: they act after what was recorded is named."""
+"""Signals that act later: SIGINT and SIGTERM after what was recorded is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _SIGNALS: tuple[int, ...] = signal.SIGINT, signal.SIGTERM
 # Signals that are held back.
@@ -21,15 +21,15 @@ def hurried() -> bool:
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM in the block, and deliver them after it.
+def signals_held(numbers: Iterable[int] = _SIGNALS) -> Iterator[None]:
+    """Hold back signals in the block, SIGINT and SIGTERM by default, and deliver them after it.
 
     Otherwise Ctrl-C would raise between any two lines, and SIGTERM, which Lightning handles only
     while it trains, would end the process. Only the main thread receives signals.
     """
     handlers: dict[int, Any] = {}
     try:
-        for number in _SIGNALS if _in_main_thread() else ():
+        for number in numbers if _in_main_thread() else ():
             if (handler := signal.getsignal(number)) is not None:  # made by Python
                 handlers[number] = handler
                 signal.signal(number, lambda number, _: _came.append(number))

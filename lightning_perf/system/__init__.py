@@ -8,7 +8,7 @@ import weakref
 from contextlib import contextmanager
 from functools import partial
 from math import inf
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING
 
 from lightning_perf.background import Worker
@@ -58,7 +58,7 @@ class Sampler:
     def __init__(self, open_sensors: _Open = node_sensors) -> None:
         self._open_sensors = open_sensors
         self._intervals: dict[str, float] = {}
-        self._lock = Lock()  # of the sums, which both threads access
+        self._lock = RLock()  # of the sums, which both threads access
         self._sums: dict[str, tuple[float, float]] = {}
         self._worker: Worker | None = None
         self._samples: _Samples | None = None

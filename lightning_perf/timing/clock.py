@@ -9,7 +9,7 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,7 @@ class SaveSpan(Span):
     def __enter__(self) -> str:
         clock = self._clock
         if get_ident() == clock.thread:
-            clock.add_up(wait=False)  # the handler of a signal may save in the middle of it
+            clock.add_up()
             hook = clock.innermost.action.name
             origin = hook if "." in hook else "Trainer.save_checkpoint"
             self.timer = clock.timer(self.what[0], f"checkpoint writing ({origin})")
@@ -143,7 +143,8 @@ class Clock:
         #: All spans, and the one around each training batch, if there is one.
         self.spans: list[Span] = []
         self.batch: Span | None = None
-        self._adding = Lock()
+        # Whether the log is being added up, by the thread that holds the lock.
+        self._adding, self._busy = RLock(), False
         self._gc = GcTimer()
         self._collections: dict[Action, Cost] = {}
         #: The current stage.
@@ -187,7 +188,7 @@ class Clock:
         self._update()
         return {
             action: _cost((timer.seconds, timer.calls))
-            for action, timer in self._timers.items()
+            for action, timer in [*self._timers.items()]  # a signal's handler may add one
             if timer.calls or timer.seconds
         }
 
@@ -236,30 +237,44 @@ class Clock:
 
     def _update(self) -> None:
         now = perf_counter()
-        self.add_up()
-        self._running.seconds += now - self._mark
-        self._mark = now
+        if self.add_up():
+            self._running.seconds += now - self._mark
+            self._mark = now
 
-    def add_up(self, wait: bool = True) -> None:
-        """Process the log; ``wait`` for another thread that is doing so, or return."""
-        if not wait and self._adding.locked():
-            return
+    def add_up(self, wait: bool = True) -> bool:
+        """Process the log; return whether it was done.
+
+        It is not if this thread is doing so, because the handler of a signal reads times in the
+        middle of it. ``wait`` for another thread that is doing so, or return.
+        """
+        if self._busy and not wait:
+            return False
         # Entered itself: after a call of `acquire`, a signal's handler may raise.
         with self._adding:
-            collections = self._gc.ended()  # first: then the log has what came before them
-            count = len(self.log)
-            events: list[Any] = self.log[:count]
-            del self.log[:count]
-            times, done = events[::3], 0
-            for began, seconds in collections:
-                before = bisect(times, began, done)
-                self._process(events[3 * done : 3 * before])
-                done = before
-                action = self._running.action
-                key = Action("gc", action.category_in("train"), action.name)
-                earlier, calls = self._collections.get(key, (0.0, 0))
-                self._collections[key] = Cost(earlier + seconds, calls + 1)
-            self._process(events[3 * done :])
+            if self._busy:
+                return False
+            self._busy = True
+            try:
+                self._add_up()
+            finally:
+                self._busy = False
+        return True
+
+    def _add_up(self) -> None:
+        collections = self._gc.ended()  # first: then the log has what came before them
+        count = len(self.log)
+        events: list[Any] = self.log[:count]
+        del self.log[:count]
+        times, done = events[::3], 0
+        for began, seconds in collections:
+            before = bisect(times, began, done)
+            self._process(events[3 * done : 3 * before])
+            done = before
+            action = self._running.action
+            key = Action("gc", action.category_in("train"), action.name)
+            earlier, calls = self._collections.get(key, (0.0, 0))
+            self._collections[key] = Cost(earlier + seconds, calls + 1)
+        self._process(events[3 * done :])
 
     def _process(self, events: list[Any]) -> None:
         running, mark, opened, batch = self._running, self._mark, self._open, self.batch

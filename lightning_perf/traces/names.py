@@ -260,7 +260,7 @@ class TakenNames:
     def __init__(self) -> None:
         # The last number that each path got.
         self._numbers: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def take(self, path: Path, most: int) -> int:
         """The first number with which neither a file nor an earlier trace has the path.

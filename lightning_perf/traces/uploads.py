@@ -209,7 +209,7 @@ class UploadQueue:
 
     def __init__(self, run: TraceRun, prunes: bool) -> None:
         self._run, self._prunes = run, prunes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Both oldest first. Traces are identified by their raw file: paths may be reused.
         self._unsent: dict[Path, Trace] = {}
         # Each with whether it is whole.

@@ -272,7 +272,7 @@ class TraceWriter:
         self._earlier: Sequence[Trace] = ()
         keep = options.num_traces_to_keep
         self._most_saved = keep if keep >= 0 else run.most_remembered
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def run_name(self) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import lightning as L
@@ -453,6 +456,45 @@ def test_half_a_collection_is_not_counted() -> None:
         call("start", {})
     assert collected(watch) == {("other", "loop"): 1}
     assert watch.collections[Action("gc", "other", "loop")].seconds < seconds_of(watch)
+
+
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="no signals on Windows")
+def test_the_handler_of_a_signal_may_read_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while they are added up, as SIGTERM does, which ends the run, and saving checkpoints."""
+    watch, began = clock.Clock(), perf_counter()
+    save = clock.SaveSpan(watch, ("checkpoint", "save_checkpoint"), "")
+    process, read = watch._process, []
+
+    def interrupted(events: list[Any]) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        process(events)
+
+    def handle(_number: int, _frame: Any) -> None:
+        time.sleep(0.05)
+        read.append(seconds_of(watch))
+        with save:
+            read.append(watch.batches)
+
+    def fail(_number: int, _frame: Any) -> None:
+        raise TimeoutError("it waits for itself")
+
+    before = [(each, signal.getsignal(each)) for each in (signal.SIGUSR1, signal.SIGALRM)]
+    signal.signal(signal.SIGUSR1, handle)
+    signal.signal(signal.SIGALRM, fail)
+    signal.alarm(20)
+    monkeypatch.setattr(watch, "_process", interrupted)
+    try:
+        with clock.Span(watch, ("forward", "step"), ""):
+            time.sleep(0.05)
+        assert seconds_of(watch) <= perf_counter() - began
+    finally:
+        signal.alarm(0)
+        monkeypatch.undo()
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert 0.1 <= seconds_of(watch) <= perf_counter() - began
+    assert [cost.calls for a, cost in watch.costs.items() if a.category == "checkpoint"] == [1]
+    assert len(read) == 2
 
 
 class Owner:
