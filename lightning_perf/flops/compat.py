@@ -98,6 +98,12 @@ def current_mode() -> object:
     return None if find is None else find()
 
 
+def leave(mode: object) -> None:
+    """Take the innermost dispatch mode of the calling thread off torch's stack."""
+    if current_mode() is mode:
+        _python_dispatch._pop_mode()
+
+
 #: What splits an operator into its parts; all or none of it is used.
 _DISPATCHER = (
     "DispatchKey", "DispatchKeySet", "_ExcludeDispatchKeyGuard", "_RestorePythonTLSSnapshot",

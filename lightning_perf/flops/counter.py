@@ -17,6 +17,7 @@ from lightning_perf.flops.compat import (
     current_mode,
     is_in_backward,
     is_recomputation,
+    leave,
     parts_of,
 )
 from lightning_perf.flops.external import Wrapped
@@ -138,7 +139,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._depth = 0
+        self._depth, self._patched = 0, False
         #: Whether nothing is counted for now.
         self.paused = False
         #: Whether a function of `EXTERNAL` runs, whose formula covers those that it calls.
@@ -179,6 +180,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._depth == 0:
             self._fake_mode = _fake_mode([torch.empty(0, device="cpu")])
             _PATCHES.patch()
+            self._patched = True
             self.begin()
         self._depth += 1
         return self
@@ -186,7 +188,17 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.end()
+            self.remove()
+
+    def remove(self) -> None:
+        """Stop counting, also where an interruption, such as Ctrl-C, has left the counter."""
+        while current_mode() is self:
+            try:
+                self.end()
+            except IndexError:  # torch was interrupted after it had restored its flags
+                leave(self)
+        if self._patched:
+            self._patched, self._depth = False, 0
             _PATCHES.restore()
 
     def begin(self) -> None:

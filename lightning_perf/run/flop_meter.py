@@ -425,6 +425,8 @@ class _Counting:
 
     def close(self) -> None:
         """Stop watching."""
+        if self.counter is not None and get_ident() == self._thread:
+            self.counter.remove()
         for hook in self._hooks:
             hook.remove()
 

@@ -32,10 +32,12 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils import _python_dispatch
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_perf import Flops, PerfWarning, WindowCallback
 from lightning_perf.core.window import Window, utilization
+from lightning_perf.flops.compat import current_mode
 from lightning_perf.flops.counter import Counts, FlopCounter
 from lightning_perf.flops.peaks import BatchCost
 from lightning_perf.flops.shapes import FlopCache
@@ -739,3 +741,29 @@ def test_sharded_models_are_counted_by_the_work_of_each_rank(
         for rank in (0, 1):
             found = json.loads((tmp_path / model / f"rank{rank}.json").read_text())
             assert found["batch_flops"] == batches * 4 * FLOPS_PER_SAMPLE, (model, rank)
+
+
+@pytest.mark.parametrize("place", ["before", "within torch"])
+def test_an_interruption_leaves_no_counter_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Ctrl-C while the counter stops: all later operators of the process would be counted."""
+    owner, name = {
+        "before": (FlopCounter, "end"), "within torch": (_python_dispatch, "_pop_mode"),
+    }[place]  # fmt: skip
+    original: Any = getattr(owner, name)
+
+    def interrupted(*args: Any) -> Any:
+        monkeypatch.setattr(owner, name, original)
+        raise KeyboardInterrupt
+
+    class Interrupted(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                monkeypatch.setattr(owner, name, interrupted)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(tmp_path, Flops(peak_flops=1e9))
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        run.fit(Interrupted())
+    assert current_mode() is None
