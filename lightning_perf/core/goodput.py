@@ -31,7 +31,7 @@ _MOST = 1e11
 class Attempt:
     """What one process contributed to a job: seconds, up to its last sign of life.
 
-    Training seconds are those of the job: a resumed process continues from its checkpoint's.
+    Step seconds are those of the job: a resumed process continues from its checkpoint's.
     """
 
     #: Its name, and that of the job's first attempt.
@@ -46,19 +46,24 @@ class Attempt:
     seen: float
     #: From the start of the process to its first batch.
     setup: float
-    #: Training seconds of the checkpoint, at the first batch, and at the end of the last batch.
+    #: Seconds of steps, without checkpoints and stalls: of the checkpoint that it resumed, at the
+    #: first batch, and at the end of the last batch.
     resumed: float
     first: float
     last: float
-    #: Since the end of the last batch, and those of earlier batches that stalled.
+    #: Since the end of the last batch without checkpoints, and those of batches that stalled.
     unfinished: float
     stalls: float
-    #: Validation without checkpoints, checkpoints, and both as far as they are training seconds.
+    #: Validation without checkpoints, and checkpoints.
     validation: float
     checkpoints: float
-    in_training: float
     #: The number of checkpoints.
     saves: float
+
+    @property
+    def trained(self) -> float:
+        """Seconds of all its steps."""
+        return max(self.last - self.first, 0.0)
 
 
 def attempt_of(content: Any) -> Attempt:
@@ -86,28 +91,31 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
         The section of ``summary.json``: ``docs/summary.md`` describes it.
     """
     losses, kept, whole, interruptions = dict.fromkeys(LOSSES, 0.0), 0.0, 0.0, 0
-    # The training seconds that later attempts have kept, and when the next one began.
+    # The step seconds that later attempts have kept, and when the next one began.
     limit = later = inf
     for number, each in reversed([*enumerate(attempts)]):
-        ended = max(each.seen, each.began)
+        stalled = each.unfinished > STALLED
+        parts = each.setup + each.trained + each.unfinished
+        parts += each.validation + each.checkpoints + each.stalls
+        # Clocks of machines differ, and may be set: no attempt lasts into the next one.
+        ended = max(min(each.seen, later), each.began + parts)
         interrupted = later < inf and each.status != FINISHED
-        gap = max(later - ended, 0.0) if interrupted else 0.0  # clocks of machines differ
+        gap = max(later - ended, 0.0) if interrupted else 0.0
         whole += ended - each.began + gap
-        trained = max(each.last - each.first, 0.0)
-        steps = min(max(min(each.last, limit) - each.first, 0.0), trained)
+        steps = min(max(limit - each.first, 0.0), each.trained)
         # A checkpoint that is later than the last sign of life, or of attempts that are unknown.
-        unseen = min(max(limit - each.last, 0.0), gap)
-        # Long checkpoints look like stalls.
-        stalls = each.stalls if each.checkpoints < STALLED / 2 * each.saves or not each.saves else 0
-        kept += steps - min(each.in_training + stalls, steps) + unseen
+        unseen = max(limit - each.last, 0.0) if interrupted else 0.0
+        ended_later = 0.0 if stalled else min(unseen, each.unfinished)
+        unseen = min(unseen - ended_later, gap)
+        kept += steps + ended_later + unseen
         losses["restarts"] += gap - unseen
         losses["restarts" if number else "setup"] += each.setup
-        losses["repeated_steps"] += trained - steps
+        losses["repeated_steps"] += each.trained - steps
         losses["validation"] += each.validation
         losses["checkpoints"] += each.checkpoints
-        losses["stalls"] += stalls
-        if each.unfinished > STALLED or interrupted:
-            losses["stalls" if each.unfinished > STALLED else "repeated_steps"] += each.unfinished
+        losses["stalls"] += each.stalls
+        if stalled or interrupted:
+            losses["stalls" if stalled else "repeated_steps"] += each.unfinished - ended_later
         interruptions += interrupted
         limit, later = min(limit, each.resumed), each.began
     losses["other"] = max(whole - kept - sum(losses.values()), 0.0)
@@ -124,10 +132,10 @@ def _checkpoints(attempts: Sequence[Attempt], interruptions: int, costly: bool) 
     """The interval between checkpoints, and a better one if repeated steps are ``costly``.
 
     The best interval is the square root of twice the product of the cost of a checkpoint and the
-    training seconds between interruptions: Young, "A first order approximation to the optimum
+    step seconds between interruptions: Young, "A first order approximation to the optimum
     checkpoint interval", CACM 17 (9), 1974.
     """
-    trained = sum(max(each.last - each.first, 0.0) for each in attempts)
+    trained = sum(each.trained for each in attempts)
     saves, spent = sum(each.saves for each in attempts), sum(each.checkpoints for each in attempts)
     if not (saves and trained):
         return {}

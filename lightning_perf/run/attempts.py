@@ -13,7 +13,9 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from operator import sub
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,12 +28,11 @@ from lightning_perf.traces.names import safe
 from lightning_perf.tracking.summary import RUNNING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from lightning_perf.background import Worker
     from lightning_perf.core.progress import Ranks
     from lightning_perf.run.destination import Reporting
-    from lightning_perf.run.stages import Progress
+    from lightning_perf.run.profiler import Spans
+    from lightning_perf.run.stages import Progress, StageStack
     from lightning_perf.run.windows import Windows
     from lightning_perf.traces.writer import RunFolder
 
@@ -57,6 +58,8 @@ class Trained(Protocol):
     trainer: Any
     ranks: Ranks
     progress: Progress
+    stages: StageStack
+    spans: Spans
     reporting: Reporting
     windows: Windows
     file_worker: Worker
@@ -73,7 +76,8 @@ class Trained(Protocol):
 class AttemptLog:
     """Keeps the file of this attempt up to date on rank 0, from the first batch of a fit on.
 
-    Nothing runs per batch: the thread that makes files reads the counts at each sign of life.
+    Nothing runs per batch: the counts are read at each sign of life, on the thread that makes
+    files, and at each checkpoint.
     """
 
     def __init__(self) -> None:
@@ -86,16 +90,23 @@ class AttemptLog:
         # The folder of the files: that of another run, or of this one once that has files.
         self._folder: Path | None = None
         self._run_folder: RunFolder
+        # Of when training began: the step, and seconds of validation, of checkpoints in training
+        # and in validation, and of pauses in the training that is resumed.
         self._first_step, self._validated = 0, 0.0
+        self._measured = self._saving_began = 0.0, 0.0
+        self._paused = 0.0
+        # The time since the epoch minus that of the clock of batches.
+        self._epoch = 0.0
         # This attempt, at its end.
         self._ended: Attempt | None = None
-        # Seconds of checkpoints: in validation, and all.
-        self._checkpoints = 0.0, 0.0
-        # The step and the training seconds of checkpoints, and their number.
+        # The step and the step seconds of checkpoints, and their number.
         self._saved: deque[tuple[int, float]] = deque(maxlen=_MOST_CHECKPOINTS)
         self._saves = 0
-        # Seconds of stalls that are over; the current batch, and how long it has stalled.
-        self._stalls, self._batch, self._stalled = 0.0, 0, 0.0
+        # Of the latest look: training seconds, and those of checkpoints in training, also before
+        # the current batch; seconds of stalls that are over, and of one in the current batch.
+        self._looking = Lock()
+        self._trained = self._saving = self._saving_before = 0.0
+        self._stalls = self._stalled = 0.0
 
     # -- on the training thread -------------------------------------------------------------------
 
@@ -110,14 +121,18 @@ class AttemptLog:
         # A notebook may be open for days.
         alone = _trained != pid and not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
         began, _trained = _process_start() if alone else self._made, pid
-        counters = run.progress.stages["train"]
+        self._epoch = now - perf_counter()
+        counters, progress = run.progress.stages["train"], run.progress
+        paused = self._paused = min(max(0.0, progress.paused_seconds), self.resumed)
         moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         name = f"{moment}.{int(now * 1000) % 1000:03d}-{pid}"
         self._same = {
             "name": name, "job": name, "host": platform.node(), "pid": pid, "began": began,
-            "setup": max(now - began, 0.0), "resumed": self.resumed, "first": counters.total_wct,
+            "setup": max(now - began, 0.0), "resumed": self.resumed - paused,
+            "first": counters.total_wct - paused,
         }  # fmt: skip
-        self._first_step, self._validated = counters.step, run.progress.validation_seconds
+        self._first_step, self._validated = counters.step, progress.validation_seconds
+        self._trained, self._saving_began = counters.total_wct, self._saving_seconds(run)
         self._run_folder = run.reporting.run_folder(named_run())
         self._continue_job(run, root.path)
         self._note_job(run)
@@ -161,43 +176,58 @@ class AttemptLog:
 
     def save(self, run: Trained) -> None:
         """A checkpoint takes the state of a callback: each of them calls this."""
-        counters = run.progress.stages["train"]
-        now = counters.step, counters.total_wct
-        if self._same and [*self._saved][-1:] != [now]:
+        if not self._same or self._ended is not None:
+            return
+        now = run.progress.stages["train"].step, self._attempt(run, RUNNING).last
+        if [*self._saved][-1:] != [now]:
             self._saved.append(now)
             self._saves += 1
 
     # -- on any thread ----------------------------------------------------------------------------
 
-    def goodput(self, run: Trained, status: str, timings: Mapping[str, float]) -> dict[str, Any]:
-        """The goodput of the job so far, and write the file; empty if no training has begun.
-
-        ``timings`` are the seconds of the training by category, if they are measured.
-        """
+    def goodput(self, run: Trained, status: str) -> dict[str, Any]:
+        """The goodput of the job so far, and write the file; empty if no training has begun."""
         if not self._same or self._ended is not None:  # the last live summary comes after the end
             return {}
-        if spent := timings.get("checkpoint", 0.0):
-            # Those that validation writes are part of it, and no training seconds.
-            evaluation = run.progress.validation_seconds - self._validated
-            self._checkpoints = min(max(evaluation - timings["validation"], 0.0), spent), spent
         own = self._attempt(run, status)
         if status != RUNNING:
             self._ended = own
         run.file_worker.submit(partial(self._write, run, own), "the attempt")
         return goodput([*self._earlier, own])
 
+    def _saving_seconds(self, run: Trained) -> tuple[float, float]:
+        """Seconds of checkpoints in training and in validation, while something measures them."""
+        if (recorder := run.spans.recorder) is not None:
+            found = recorder.clock.seconds_of("checkpoint")
+            self._measured = found.get("train", 0.0), found.get("validate", 0.0)
+        return self._measured
+
     def _attempt(self, run: Trained, status: str) -> Attempt:
-        counters = run.progress.stages["train"]
-        training = status != FINISHED and run.stage == "train"
-        evaluation = run.progress.validation_seconds - self._validated
-        within, checkpoints = self._checkpoints
-        return Attempt(
-            **self._same, status=status, seen=time.time(),  # noqa: TID251
-            last=counters.total_wct, stalls=self._stalls,
-            unfinished=max(perf_counter() - counters.mark, 0.0) if training else 0.0,
-            validation=max(evaluation - within, 0.0), checkpoints=checkpoints,
-            in_training=checkpoints - within, saves=self._saves,
-        )  # fmt: skip
+        """This attempt so far. Its times are those of a clock that nobody sets."""
+        with self._looking:
+            counters, validating = run.progress.stages["train"], run.stages.validating
+            saving, within = map(sub, self._saving_seconds(run), self._saving_began)
+            now = perf_counter()
+            if counters.total_wct != self._trained:  # a batch has ended since the last look
+                self._trained, self._saving_before = counters.total_wct, self._saving
+                self._stalls, self._stalled = self._stalls + self._stalled, 0.0
+            self._saving = saving
+            unfinished = current = 0.0
+            if run.stage and status != FINISHED:
+                unfinished = max(now - counters.mark - validating, 0.0)
+                # Checkpoints are written before the first batch after them.
+                current = min(saving - self._saving_before, unfinished)
+                unfinished -= current
+            if unfinished > STALLED:
+                self._stalled = max(self._stalled, unfinished)
+            run.progress.paused_seconds = self._paused + saving - current + self._stalls
+            validating += run.progress.validation_seconds - self._validated - within
+            return Attempt(
+                **self._same, status=status, seen=self._epoch + now,
+                last=self._trained - run.progress.paused_seconds, unfinished=unfinished,
+                stalls=self._stalls, validation=max(validating, 0.0),
+                checkpoints=saving + within, saves=self._saves,
+            )  # fmt: skip
 
     # -- on the thread that makes files -----------------------------------------------------------
 
@@ -205,12 +235,8 @@ class AttemptLog:
         """Give a sign of life, and the next one after some seconds."""
         if self._ended is not None:
             return
-        began, batch = perf_counter(), run.progress.stages["train"].batch
-        own = self._attempt(run, RUNNING)
-        if batch != self._batch:
-            self._stalls += self._stalled
-        self._batch, self._stalled = batch, own.unfinished if own.unfinished > STALLED else 0.0
-        self._write(run, own)
+        began = perf_counter()
+        self._write(run, self._attempt(run, RUNNING))
         # On a slow file system, the file takes at most 1 % of the time.
         pause = INTERVAL * max(1.0, 20 * (perf_counter() - began))
         run.file_worker.submit(partial(_beat, self, weakref.ref(run)), "the attempt", pause)

@@ -389,10 +389,9 @@ def _setup(context: Run) -> dict[str, Any]:
 
 def _job(context: Run, content: Mapping[str, Any], stage: str, windows: _Windows) -> dict[str, Any]:
     """The goodput of the job, if this is a fit, and what the stage costs."""
+    sections = {"goodput": context.attempt.goodput(context, content["status"])}
     whole = main_stage(content)[1].get("whole_run", {})
-    times = whole.get("timings", {})
-    sections = {"goodput": context.attempt.goodput(context, content["status"], times)}
-    if seconds := sum(times.values()) or whole.get("seconds", 0.0):
+    if seconds := sum(whole.get("timings", {}).values()) or whole.get("seconds", 0.0):
         kind, devices = compat.devices_of(context.trainer)
         verdicts = content.get("verdicts", ())
         sections["cost"] = cost_of(windows[stage][0][1], kind, devices * seconds, verdicts)

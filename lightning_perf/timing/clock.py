@@ -189,6 +189,19 @@ class Clock:
             if timer.calls or timer.seconds
         }
 
+    def seconds_of(self, category: str) -> dict[str, float]:
+        """Seconds of a category so far by stage, with the action that runs; for any thread."""
+        self.add_up()
+        found: dict[str, float] = {}
+        # Copied, because the training thread adds timers.
+        for action, timer in self._timers.copy().items():
+            if action.category == category:
+                seconds = timer.seconds
+                if timer is self._running:
+                    seconds += perf_counter() - self._mark
+                found[action.stage] = found.get(action.stage, 0.0) + seconds
+        return found
+
     def timer(self, category: str, name: str) -> Timer:
         """Return the timer of an action in the current stage; create it if needed."""
         action = Action(self.stage, category, name)
@@ -224,7 +237,8 @@ class Clock:
             return
         # Entered itself: after a call of `acquire`, a signal's handler may raise.
         with self._adding:
-            count = len(self.log)
+            if not (count := len(self.log)):
+                return  # the measured thread may be in `begin`, which does not wait for others
             events = self.log[:count]
             del self.log[:count]
             running, mark, opened, batch = self._running, self._mark, self._open, self.batch
