@@ -123,7 +123,7 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
     found = {
         "share": min(kept / whole, 1.0) if whole else 0.0, "since": since, "seconds": whole,
         "kept_seconds": kept, "attempts": len(attempts), "interruptions": interruptions,
-        "losses": losses,
+        "losses": losses, "job": attempts[0].job,
     }  # fmt: skip
     return found | _checkpoints(attempts, interruptions, losses["repeated_steps"] > _LEAST * whole)
 

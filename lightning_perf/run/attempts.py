@@ -108,6 +108,11 @@ class AttemptLog:
         self._trained = self._saving = self._saving_before = 0.0
         self._stalls = self._stalled = 0.0
 
+    @property
+    def job(self) -> str:
+        """The job of this attempt, once it has begun."""
+        return str(self._same.get("job", ""))
+
     # -- on the training thread -------------------------------------------------------------------
 
     def begin(self, run: Trained) -> None:
@@ -141,10 +146,11 @@ class AttemptLog:
     def _continue_job(self, run: Trained, root: Path) -> None:
         """Find the earlier attempts of this job.
 
-        A run that the user has named continues what has its name. Otherwise a checkpoint belongs
-        to the job that wrote it, if that is below the same ``default_root_dir``: elsewhere, such as
-        for fine-tuning, it begins a new job. Without one, the same run of MLflow, and a process
-        that a cluster has restarted, continue what is in their own folder.
+        A run that the user has named continues what has its name: the job of its checkpoint, or the
+        latest one. Otherwise a checkpoint belongs to the job that wrote it, if that is below the
+        same ``default_root_dir``: elsewhere, such as for fine-tuning, it begins a new job. Without
+        one, the same run of MLflow, and a process that a cluster has restarted, continue what is in
+        their own folder.
         """
         named, saved = named_run(), run.progress.saved_job
         run.progress.saved_job = {}
@@ -158,7 +164,7 @@ class AttemptLog:
         for place, wanted in places.items():
             if not (found := _read(place, wanted)):
                 continue
-            last = found[-1]
+            last = ([each for each in found if each.job == job] or found)[-1]
             if (last.status == FINISHED and not self.resumed) or _lives(last):
                 continue
             self._folder, self._same["job"] = place, last.job

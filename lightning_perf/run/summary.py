@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lightning_perf.core.cost import cost_of, priced
+from lightning_perf.core.goodput import FINISHED
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import ConfigError, describe, warn
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     #: By stage: windows, each with the step of its first batch.
     _Windows = Mapping[str, Sequence[tuple[int, Window]]]
 
-_STATUS = {"teardown": "finished", "exception": "stopped by an exception"}
+_STATUS = {"teardown": FINISHED, "exception": "stopped by an exception"}
 _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 #: Suffixes of traces, after ``.gz`` is removed, and of pages.
 _TRACES, _PAGES = (".json", ".bin", ".pickle"), (".html",)
@@ -345,19 +346,25 @@ def _shown(path: Path, root: Path) -> str:
 def _file(context: Run, folder: Path) -> tuple[Path, Summary | None]:
     """The file for the summary of a run, and what it holds.
 
-    It is that of the Trainer's last run, or the latest one of this name if the run continues it: a
-    resumed fit, a test of a trained checkpoint, or the same run of MLflow. A file of another live
-    process, or one that is not a summary of the run, such as the user's, is never ours.
+    It is that of the Trainer's last run, or the latest one of this name that the run continues: of
+    the same job, a resumed fit, a test of a trained checkpoint, or the same run of MLflow. A file
+    of another live process, or one that is not a summary of the run, such as the user's, is never
+    ours.
     """
     trainer, found = context.trainer, dict(summaries_in(folder, context.run_name))
     if (own := _FILES.get(trainer)) in found:
         return own, found[own]
     in_mlflow = context.reporting.tags is not None  # then the folder is of one run id
-    named = destination.named_run()  # by the user, who says so that it continues
-    if trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow or named:
-        for path, summary in reversed(found.items()):
-            if not _is_held(path, summary):
-                return path, summary
+    resumes = trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow
+    own_job = "" if in_mlflow else context.attempt.job
+    for path, summary in reversed(found.items()):
+        if own_job and (job := summary.get("goodput", {}).get("job")):
+            continues = job == own_job
+        else:  # what the user has named continues until it has finished
+            ended = summary["status"] == FINISHED and "train" in summary["stages"]
+            continues = resumes or bool(destination.named_run() and not ended)
+        if continues and not _is_held(path, summary):
+            return path, summary
     paths = (folder / numbered(FILE_NAME, number) for number in count(1))
     return next(path for path in paths if not os.path.lexists(path)), None
 

@@ -285,6 +285,48 @@ def test_a_second_training_from_the_start_is_another_job(
     assert newest(tmp_path)["goodput"]["attempts"] == 1
 
 
+def trained(folder: Path) -> dict[str, int]:
+    """The last step by summary."""
+    paths = sorted(folder.glob("summary*.json"))
+    return {x.name: read_summary(x)["stages"]["train"]["whole_run"]["last"] for x in paths}
+
+
+def test_a_named_run_that_has_finished_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one of the name gets a number; a checkpoint continues its own job."""
+    monkeypatch.setenv("LIGHTNING_PERF_RUN", "job")
+    said: list[str] = []
+    monkeypatch.setattr("lightning_perf.run.summary.rank_zero_info", said.append)
+    folder = tmp_path / "job"
+    checkpoint = fit(tmp_path, callback=Timings())
+    checkpoint = checkpoint.rename(tmp_path / "first.ckpt")
+    page = (folder / "report.html").read_bytes()
+    fit(tmp_path, callback=Timings(), steps=6)
+    assert trained(folder) == {"summary-2.json": 5, "summary.json": 7}
+    assert (folder / "report.html").read_bytes() == page
+    assert (folder / "report-2.html").exists()
+    assert any("summary.json is the summary of another run" in text for text in said)
+    fit(tmp_path, callback=Timings(), steps=12, checkpoint=checkpoint)
+    assert trained(folder) == {"summary-2.json": 5, "summary.json": 11}
+    first, second, third = recorded(tmp_path)["job"]
+    assert first["job"] == third["job"] != second["job"]
+    assert read_summary(folder / "summary.json")["goodput"]["attempts"] == 2
+    trainer(tmp_path, SpeedMonitor(), logger=False).test(Small(), verbose=False)
+    assert trained(folder).keys() == {"summary-2.json", "summary.json"}
+
+
+def test_a_named_run_that_was_killed_is_continued(
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a checkpoint it starts from the beginning, and is still the same run."""
+    monkeypatch.setenv("LIGHTNING_PERF_RUN", "job")
+    assert fork_server.run(tmp_path, attempt, tmp_path, 5, kill, resume=False).code
+    fit(tmp_path)
+    assert trained(tmp_path / "job") == {"summary.json": 7}
+    assert read_summary(tmp_path / "job" / "summary.json")["goodput"]["interruptions"] == 1
+
+
 def test_a_run_of_mlflow_is_one_job(tmp_path: Path, mlflow_database: str) -> None:
     """The same run id continues it, also without a checkpoint; another run does not."""
     logger = MLFlowLogger("goodput", tracking_uri=mlflow_database)
