@@ -25,7 +25,7 @@ from lightning_perf.files import parsed, read_bytes, written_whole
 from lightning_perf.run import compat
 from lightning_perf.run.destination import named_run
 from lightning_perf.traces.names import safe
-from lightning_perf.tracking.summary import RUNNING
+from lightning_perf.tracking.summary import ATTEMPTS, RUNNING
 
 if TYPE_CHECKING:
     from lightning_perf.background import Worker
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from lightning_perf.run.windows import Windows
     from lightning_perf.traces.writer import RunFolder
 
-#: The folder of the files, below that of a run. A file is named after the attempt: when its
-#: training began (UTC), and its process id. The job is named after its first attempt.
-FOLDER = "attempts"
+#: A file is named after the attempt: when its training began (UTC), and its process id. The job is
+#: named after its first attempt.
 _FILE = re.compile(r"\d{8}-\d{6}\.\d{3}-\d{1,10}\.json")
 #: Attempts of a job that are kept, and bytes of a file that is read.
 MOST, _MOST_BYTES = 100, 1 << 16
@@ -157,10 +156,10 @@ class AttemptLog:
         places: dict[Path, str | None] = {}
         folder, job = str(saved.get("folder")), str(saved.get("job"))
         if not named and safe(folder) == folder:
-            places[root / folder / FOLDER] = job
+            places[root / folder / ATTEMPTS] = job
         # In MLflow, the folder is of one run id.
         if named or run.reporting.tags is not None or compat.resumes(run.trainer):
-            places.setdefault(self._run_folder.folder / FOLDER, None)
+            places.setdefault(self._run_folder.folder / ATTEMPTS, None)
         for place, wanted in places.items():
             if not (found := _read(place, wanted)):
                 continue
@@ -177,7 +176,7 @@ class AttemptLog:
 
     def _note_job(self, run: Trained) -> None:
         """Checkpoints name the job."""
-        folder = self._folder or self._run_folder.folder / FOLDER
+        folder = self._folder or self._run_folder.folder / ATTEMPTS
         run.progress.job = {"folder": folder.parent.name, "job": self._same["job"]}
 
     def save(self, run: Trained) -> None:
@@ -258,8 +257,12 @@ class AttemptLog:
 
     def _write_file(self, run: Trained, own: Attempt) -> None:
         if self._folder is None:
-            self._folder = self._run_folder.claim() / FOLDER
+            self._folder = self._run_folder.claim() / ATTEMPTS
             self._note_job(run)
+        if self._folder.is_symlink():  # it may point anywhere
+            text = f"{self._folder} is a link: attempts are neither written nor read there."
+            run.reporting.warnings_digest.once("attempts were not written", text)
+            return
         path = self._folder / f"{own.name}.json"
         if not path.exists():
             others = [name for name in _names(self._folder) if name != f"{own.job}.json"]
@@ -294,7 +297,8 @@ def _beat(log: AttemptLog, reference: weakref.ref[Trained]) -> None:
 def _names(folder: Path) -> list[str]:
     """The names of files of attempts, in the order in which these began."""
     with suppress(OSError):  # there is no folder
-        return sorted(each.name for each in folder.iterdir() if _FILE.fullmatch(each.name))
+        names = () if folder.is_symlink() else folder.iterdir()
+        return sorted(each.name for each in names if _FILE.fullmatch(each.name))
     return []
 
 

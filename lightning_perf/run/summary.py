@@ -27,7 +27,6 @@ from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.files import files_below, finite, write_text, written_whole
 from lightning_perf.run import compat, destination
-from lightning_perf.run.attempts import FOLDER as ATTEMPTS
 from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.run import LONG, Run
 from lightning_perf.run.window_log import table
@@ -35,6 +34,7 @@ from lightning_perf.terminal import new_console, unread
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.names import numbered
 from lightning_perf.tracking.summary import (
+    ATTEMPTS,
     FILE_NAME,
     PAGE_NAME,
     RUNNING,

@@ -408,6 +408,24 @@ def test_the_number_of_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.M
     assert found["kept_seconds"] == pytest.approx(12.0, abs=2.0)
 
 
+def test_attempts_are_not_written_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are old ones read or removed there; one warning says so."""
+    monkeypatch.setenv("LIGHTNING_PERF_RUN", "job")
+    monkeypatch.setattr(attempts, "MOST", 2)
+    (outside := tmp_path / "outside").mkdir()
+    for number in range(4):
+        (outside / f"20260101-00000{number}.000-1.json").write_text("theirs")
+    before = {path: path.read_text() for path in outside.iterdir()}
+    (tmp_path / "runs" / "job").mkdir(parents=True)
+    (tmp_path / "runs" / "job" / "attempts").symlink_to(outside)
+    with pytest.warns(match="attempts is a link: attempts are neither written nor read"):
+        fit(tmp_path / "runs")
+    assert {path: path.read_text() for path in outside.iterdir()} == before
+    assert newest(tmp_path / "runs")["goodput"]["attempts"] == 1
+
+
 def test_checkpoints_hold_two_names_more(tmp_path: Path) -> None:
     """The state of a callback is small and plain: it loads with ``weights_only=True``."""
     checkpoint = fit(tmp_path, callback=always_on(show_summary=False))
