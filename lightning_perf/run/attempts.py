@@ -98,7 +98,7 @@ class AttemptLog:
         self._epoch = 0.0
         # This attempt, at its end.
         self._ended: Attempt | None = None
-        # The step and the step seconds of checkpoints, and their number.
+        # The step and the training seconds of checkpoints, and their number.
         self._saved: deque[tuple[int, float]] = deque(maxlen=_MOST_CHECKPOINTS)
         self._saves = 0
         # Of the latest look: training seconds, and those of checkpoints in training, also before
@@ -183,8 +183,10 @@ class AttemptLog:
         """A checkpoint takes the state of a callback: each of them calls this."""
         if not self._same or self._ended is not None:
             return
-        now = run.progress.stages["train"].step, self._attempt(run, RUNNING).last
+        counters = run.progress.stages["train"]
+        now = counters.step, counters.total_wct
         if [*self._saved][-1:] != [now]:
+            self._attempt(run, RUNNING)  # the pauses so far, which the state has
             self._saved.append(now)
             self._saves += 1
 

@@ -6,6 +6,7 @@ Real are the log of attempts with its files, the stages and the clock of spans.
 from __future__ import annotations
 
 import heapq
+import json
 import random
 import time
 from collections.abc import Callable
@@ -120,7 +121,9 @@ class Process:
     def save(self, seconds: float) -> None:
         with self.span:
             self.does("checkpoints", seconds / 3)
-            self.log.save(self.run)
+            for _ in range(3):  # of each callback
+                self.log.save(self.run)
+                self.world.advance(0.001)
             state = {"step": self.step, "progress": deepcopy(self.progress.state_dict())}
             self.does("checkpoints", seconds * 2 / 3)
         self.saved = state
@@ -211,7 +214,9 @@ def job(world: World, folder: Path, dice: random.Random, kills: int) -> tuple[An
         world.kill_at = world.now + dice.uniform(70, 900) if may_fail else float("inf")
         try:
             process.train(dice)
-            return process.log.goodput(process.run, "finished"), [*processes, (process, world.now)]
+            found = process.log.goodput(process.run, "finished")
+            world.work(world.now)
+            return found, [*processes, (process, world.now)]
         except Killed:
             processes.append((process, world.seen))
             world.kill_at = float("inf")
@@ -228,6 +233,12 @@ def test_the_parts_of_random_jobs_are_those_counted_by_hand(
     assert found["attempts"] == len(processes)
     assert sum(own.values()) == pytest.approx(found["seconds"])
     assert found["seconds"] == pytest.approx(world.now - BOOT)
+    saves = 0
+    for process, seen in processes:
+        times = {step: ended for kind, step, _, ended in process.events if kind == "checkpoints"}
+        saves += sum(ended <= seen for ended in times.values())
+    written = [json.loads(path.read_text())["saves"] for path in tmp_path.rglob("attempts/*.json")]
+    assert saves <= sum(written) <= saves + len(processes)  # each may end in one
     stalls = sum(kind == "stalls" for process, _ in processes for kind, *_ in process.events)
     # The end of a stall is found to one interval, and so are checkpoints just before it.
     assert own == pytest.approx(by_hand(processes), abs=2 * attempts.INTERVAL * stalls + 0.1)
