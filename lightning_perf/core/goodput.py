@@ -23,8 +23,9 @@ STALLED = 60.0
 _LEAST, _SHORTER = 0.01, 1.5
 #: The goodput of one attempt that took fewer seconds is not shown.
 _SHORT = 600.0
-#: No number of an attempt is larger: seconds since the epoch are the largest ones.
-_MOST = 1e11
+#: No number of an attempt is larger: seconds since the epoch are the largest ones. Its parts may be
+#: longer than the whole by so many seconds.
+_MOST, _ROUNDING = 1e11, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,12 @@ class Attempt:
         """Seconds of all its steps."""
         return max(self.last - self.first, 0.0)
 
+    @property
+    def known(self) -> float:
+        """Seconds that have a name."""
+        pauses = self.validation + self.checkpoints + self.stalls
+        return self.setup + self.trained + self.unfinished + pauses
+
 
 def attempt_of(content: Any) -> Attempt:
     """The attempt that the content of a file describes; raises `ValueError` if there is none."""
@@ -75,7 +82,10 @@ def attempt_of(content: Any) -> Attempt:
         number = each.type == "float" and type(value) in (int, float) and 0 <= value <= _MOST
         if not (number or (each.type == "str" and isinstance(value, str))):
             raise ValueError(f"{each.name} is not a plausible value of an attempt")
-    return Attempt(**values)
+    found = Attempt(**values)
+    if found.known > found.seen - found.began + _ROUNDING:
+        raise ValueError("an attempt is longer than from its start to its last sign of life")
+    return found
 
 
 def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
@@ -95,10 +105,8 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
     limit = later = inf
     for number, each in reversed([*enumerate(attempts)]):
         stalled = each.unfinished > STALLED
-        parts = each.setup + each.trained + each.unfinished
-        parts += each.validation + each.checkpoints + each.stalls
         # Clocks of machines differ, and may be set: no attempt lasts into the next one.
-        ended = max(min(each.seen, later), each.began + parts)
+        ended = max(min(each.seen, later), each.began + each.known)
         interrupted = later < inf and each.status != FINISHED
         gap = max(later - ended, 0.0) if interrupted else 0.0
         whole += ended - each.began + gap

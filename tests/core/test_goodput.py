@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import sqrt
 from typing import Any
 
@@ -98,6 +98,25 @@ def test_clocks_that_disagree_give_no_negative_time() -> None:
     assert min(found.values()) > 0
 
 
+def test_an_attempt_does_not_last_into_the_next_one() -> None:
+    """The first machine's clock was a year ahead when the attempt ended."""
+    first = attempt(1, 0, 100)
+    found = losses(replace(first, seen=3e7), resumed(2, 130, 200, 60, status="finished"))
+    assert found == {"kept": 120, "restarts": 10, "repeated_steps": 30, "setup": 10, "other": 30}
+
+
+def test_a_batch_that_ended_after_the_last_sign_of_life_was_kept() -> None:
+    """If the checkpoint has it; the rest of its time was lost."""
+    first = attempt(1, 0, 100, last=80, unfinished=10)
+    second = resumed(2, 130, 200, 84, status="finished")
+    assert losses(first, second) == {
+        "kept": 84 + 60,
+        "repeated_steps": 6,
+        "restarts": 40,
+        "setup": 10,
+    }
+
+
 def test_checkpoints_at_the_best_interval_are_advised() -> None:
     """By Young's formula; none if the present interval is near it, or nothing was lost."""
     job = [
@@ -135,6 +154,7 @@ def test_a_short_training_is_not_commented() -> None:
     [
         {"seen": -1}, {"seen": 1e12}, {"seen": True}, {"seen": "1"}, {"seen": None},
         {"seen": float("nan")}, {"status": 1}, {"name": None}, {"began": 10**400},
+        {"unfinished": 1e9}, {"last": 200}, {"seen": 50},
     ],
 )  # fmt: skip
 def test_implausible_files_are_refused(change: dict[str, Any]) -> None:
@@ -142,5 +162,5 @@ def test_implausible_files_are_refused(change: dict[str, Any]) -> None:
     content = asdict(attempt(1, 0, 100))
     assert attempt_of({**content, "later": "version"}) == attempt(1, 0, 100)
     for bad in ({**content, **change}, [], None, {}, "text"):
-        with pytest.raises(ValueError, match="plausible value of an attempt"):
+        with pytest.raises(ValueError, match="an attempt"):
             attempt_of(bad)
