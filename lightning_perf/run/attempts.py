@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from operator import sub
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -94,8 +94,8 @@ class AttemptLog:
         self._first_step, self._validated = 0, 0.0
         self._measured = self._saving_began = 0.0, 0.0
         self._paused = 0.0
-        # The time since the epoch minus that of the clock of batches.
-        self._epoch = 0.0
+        # The time since the epoch, less that of the clock of batches.
+        self._wall = 0.0
         # This attempt, at its end.
         self._ended: Attempt | None = None
         # The step and the training seconds of checkpoints, and their number.
@@ -103,7 +103,7 @@ class AttemptLog:
         self._saves = 0
         # Of the latest look: training seconds, and those of checkpoints in training, also before
         # the current batch; seconds of stalls that are over, and of one in the current batch.
-        self._looking = Lock()
+        self._looking = RLock()  # a signal may end the run within it
         self._trained = self._saving = self._saving_before = 0.0
         self._stalls = self._stalled = 0.0
 
@@ -125,7 +125,7 @@ class AttemptLog:
         # A notebook may be open for days.
         alone = _trained != pid and not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
         began, _trained = _process_start() if alone else self._made, pid
-        self._epoch = now - perf_counter()
+        self._wall = now - perf_counter()
         counters, progress = run.progress.stages["train"], run.progress
         paused = self._paused = min(max(0.0, progress.paused_seconds), self.resumed)
         moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
@@ -230,7 +230,7 @@ class AttemptLog:
             run.progress.paused_seconds = self._paused + saving - current + self._stalls
             validating += run.progress.validation_seconds - self._validated - within
             return Attempt(
-                **self._same, status=status, seen=self._epoch + now,
+                **self._same, status=status, seen=self._wall + now,
                 last=self._trained - run.progress.paused_seconds, unfinished=unfinished,
                 stalls=self._stalls, validation=max(validating, 0.0),
                 checkpoints=saving + within, saves=self._saves,
