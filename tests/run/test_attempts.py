@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from torch import Tensor
 
 from lightning_perf import SpeedMonitor, Timings, always_on
-from lightning_perf.run import attempts
+from lightning_perf.run import attempts, summary
 from lightning_perf.run.stages import Progress
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.summary import read_summary, rows
@@ -316,12 +316,19 @@ def test_a_named_run_that_has_finished_is_kept(
     assert trained(folder).keys() == {"summary-2.json", "summary.json"}
 
 
+def killed_job(folder: Path) -> None:
+    os.environ["LIGHTNING_PERF_RUN"] = "job"
+    summary.REFRESH = 0.0  # a summary is there before the kill
+    attempt(folder, 5, kill, resume=False)
+
+
 def test_a_named_run_that_was_killed_is_continued(
     tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a checkpoint it starts from the beginning, and is still the same run."""
     monkeypatch.setenv("LIGHTNING_PERF_RUN", "job")
-    assert fork_server.run(tmp_path, attempt, tmp_path, 5, kill, resume=False).code
+    assert fork_server.run(tmp_path, killed_job, tmp_path).code
+    assert read_summary(tmp_path / "job" / "summary.json")["status"] == "running"
     fit(tmp_path)
     assert trained(tmp_path / "job") == {"summary.json": 7}
     assert read_summary(tmp_path / "job" / "summary.json")["goodput"]["interruptions"] == 1
