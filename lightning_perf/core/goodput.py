@@ -23,15 +23,16 @@ STALLED = 60.0
 _LEAST, _SHORTER = 0.01, 1.5
 #: The goodput of one attempt that took fewer seconds is not shown.
 _SHORT = 600.0
-#: No number of an attempt is larger: seconds since the epoch are the largest ones.
-_MOST = 1e11
+#: No number of an attempt is larger: seconds since the epoch are the largest ones. Its parts may be
+#: longer than the whole by so many seconds.
+_MOST, _ROUNDING = 1e11, 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """What one process contributed to a job: seconds, up to its last sign of life.
 
-    Training seconds are those of the job: a resumed process continues from its checkpoint's.
+    Step seconds are those of the job: a resumed process continues from its checkpoint's.
     """
 
     #: Its name, and that of the job's first attempt.
@@ -46,19 +47,30 @@ class Attempt:
     seen: float
     #: From the start of the process to its first batch.
     setup: float
-    #: Training seconds of the checkpoint, at the first batch, and at the end of the last batch.
+    #: Seconds of steps, without checkpoints and stalls: of the checkpoint that it resumed, at the
+    #: first batch, and at the end of the last batch.
     resumed: float
     first: float
     last: float
-    #: Since the end of the last batch, and those of earlier batches that stalled.
+    #: Since the end of the last batch without checkpoints, and those of batches that stalled.
     unfinished: float
     stalls: float
-    #: Validation without checkpoints, checkpoints, and both as far as they are training seconds.
+    #: Validation without checkpoints, and checkpoints.
     validation: float
     checkpoints: float
-    in_training: float
     #: The number of checkpoints.
     saves: float
+
+    @property
+    def trained(self) -> float:
+        """Seconds of all its steps."""
+        return max(self.last - self.first, 0.0)
+
+    @property
+    def known(self) -> float:
+        """Seconds that have a name."""
+        pauses = self.validation + self.checkpoints + self.stalls
+        return self.setup + self.trained + self.unfinished + pauses
 
 
 def attempt_of(content: Any) -> Attempt:
@@ -70,7 +82,10 @@ def attempt_of(content: Any) -> Attempt:
         number = each.type == "float" and type(value) in (int, float) and 0 <= value <= _MOST
         if not (number or (each.type == "str" and isinstance(value, str))):
             raise ValueError(f"{each.name} is not a plausible value of an attempt")
-    return Attempt(**values)
+    found = Attempt(**values)
+    if found.known > found.seen - found.began + _ROUNDING:
+        raise ValueError("an attempt is longer than from its start to its last sign of life")
+    return found
 
 
 def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
@@ -86,28 +101,29 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
         The section of ``summary.json``: ``docs/summary.md`` describes it.
     """
     losses, kept, whole, interruptions = dict.fromkeys(LOSSES, 0.0), 0.0, 0.0, 0
-    # The training seconds that later attempts have kept, and when the next one began.
+    # The step seconds that later attempts have kept, and when the next one began.
     limit = later = inf
     for number, each in reversed([*enumerate(attempts)]):
-        ended = max(each.seen, each.began)
+        stalled = each.unfinished > STALLED
+        # Clocks of machines differ, and may be set: no attempt lasts into the next one.
+        ended = max(min(each.seen, later), each.began + each.known)
         interrupted = later < inf and each.status != FINISHED
-        gap = max(later - ended, 0.0) if interrupted else 0.0  # clocks of machines differ
+        gap = max(later - ended, 0.0) if interrupted else 0.0
         whole += ended - each.began + gap
-        trained = max(each.last - each.first, 0.0)
-        steps = min(max(min(each.last, limit) - each.first, 0.0), trained)
+        steps = min(max(limit - each.first, 0.0), each.trained)
         # A checkpoint that is later than the last sign of life, or of attempts that are unknown.
-        unseen = min(max(limit - each.last, 0.0), gap)
-        # Long checkpoints look like stalls.
-        stalls = each.stalls if each.checkpoints < STALLED / 2 * each.saves or not each.saves else 0
-        kept += steps - min(each.in_training + stalls, steps) + unseen
+        unseen = max(limit - each.last, 0.0) if interrupted else 0.0
+        ended_later = 0.0 if stalled else min(unseen, each.unfinished)
+        unseen = min(unseen - ended_later, gap)
+        kept += steps + ended_later + unseen
         losses["restarts"] += gap - unseen
         losses["restarts" if number else "setup"] += each.setup
-        losses["repeated_steps"] += trained - steps
+        losses["repeated_steps"] += each.trained - steps
         losses["validation"] += each.validation
         losses["checkpoints"] += each.checkpoints
-        losses["stalls"] += stalls
-        if each.unfinished > STALLED or interrupted:
-            losses["stalls" if each.unfinished > STALLED else "repeated_steps"] += each.unfinished
+        losses["stalls"] += each.stalls
+        if stalled or interrupted:
+            losses["stalls" if stalled else "repeated_steps"] += each.unfinished - ended_later
         interruptions += interrupted
         limit, later = min(limit, each.resumed), each.began
     losses["other"] = max(whole - kept - sum(losses.values()), 0.0)
@@ -115,7 +131,7 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
     found = {
         "share": min(kept / whole, 1.0) if whole else 0.0, "since": since, "seconds": whole,
         "kept_seconds": kept, "attempts": len(attempts), "interruptions": interruptions,
-        "losses": losses,
+        "losses": losses, "job": attempts[0].job,
     }  # fmt: skip
     return found | _checkpoints(attempts, interruptions, losses["repeated_steps"] > _LEAST * whole)
 
@@ -124,10 +140,10 @@ def _checkpoints(attempts: Sequence[Attempt], interruptions: int, costly: bool) 
     """The interval between checkpoints, and a better one if repeated steps are ``costly``.
 
     The best interval is the square root of twice the product of the cost of a checkpoint and the
-    training seconds between interruptions: Young, "A first order approximation to the optimum
+    step seconds between interruptions: Young, "A first order approximation to the optimum
     checkpoint interval", CACM 17 (9), 1974.
     """
-    trained = sum(max(each.last - each.first, 0.0) for each in attempts)
+    trained = sum(each.trained for each in attempts)
     saves, spent = sum(each.saves for each in attempts), sum(each.checkpoints for each in attempts)
     if not (saves and trained):
         return {}

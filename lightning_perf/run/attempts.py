@@ -13,7 +13,9 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from operator import sub
 from pathlib import Path
+from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,20 +25,19 @@ from lightning_perf.files import parsed, read_bytes, written_whole
 from lightning_perf.run import compat
 from lightning_perf.run.destination import named_run
 from lightning_perf.traces.names import safe
-from lightning_perf.tracking.summary import RUNNING
+from lightning_perf.tracking.summary import ATTEMPTS, RUNNING
 
 if TYPE_CHECKING:
     from lightning_perf.background import Worker
     from lightning_perf.core.progress import Ranks
     from lightning_perf.run.destination import Reporting
     from lightning_perf.run.profiler import Spans
-    from lightning_perf.run.stages import Progress
+    from lightning_perf.run.stages import Progress, StageStack
     from lightning_perf.run.windows import Windows
     from lightning_perf.traces.writer import RunFolder
 
-#: The folder of the files, below that of a run. A file is named after the attempt: when its
-#: training began (UTC), and its process id. The job is named after its first attempt.
-FOLDER = "attempts"
+#: A file is named after the attempt: when its training began (UTC), and its process id. The job is
+#: named after its first attempt.
 _FILE = re.compile(r"\d{8}-\d{6}\.\d{3}-\d{1,10}\.json")
 #: Attempts of a job that are kept, and bytes of a file that is read.
 MOST, _MOST_BYTES = 100, 1 << 16
@@ -56,10 +57,11 @@ class Trained(Protocol):
     trainer: Any
     ranks: Ranks
     progress: Progress
+    stages: StageStack
+    spans: Spans
     reporting: Reporting
     windows: Windows
     file_worker: Worker
-    spans: Spans
 
     @property
     def stage(self) -> str:
@@ -73,7 +75,8 @@ class Trained(Protocol):
 class AttemptLog:
     """Keeps the file of this attempt up to date on rank 0, from the first batch of a fit on.
 
-    Nothing runs per batch: the thread that makes files reads the counts at each sign of life.
+    Nothing runs per batch: the counts are read at each sign of life, on the thread that makes
+    files, and at each checkpoint.
     """
 
     def __init__(self) -> None:
@@ -86,14 +89,28 @@ class AttemptLog:
         # The folder of the files: that of another run, or of this one once that has files.
         self._folder: Path | None = None
         self._run_folder: RunFolder
+        # Of when training began: the step, and seconds of validation, of checkpoints in training
+        # and in validation, and of pauses in the training that is resumed.
         self._first_step, self._validated = 0, 0.0
+        self._measured = self._saving_began = 0.0, 0.0
+        self._paused = 0.0
+        # The time since the epoch, less that of the clock of batches.
+        self._wall = 0.0
         # This attempt, at its end.
         self._ended: Attempt | None = None
         # The step and the training seconds of checkpoints, and their number.
         self._saved: deque[tuple[int, float]] = deque(maxlen=_MOST_CHECKPOINTS)
         self._saves = 0
-        # Seconds of stalls that are over; the current batch, and how long it has stalled.
-        self._stalls, self._batch, self._stalled = 0.0, 0, 0.0
+        # Of the latest look: training seconds, and those of checkpoints in training, also before
+        # the current batch; seconds of stalls that are over, and of one in the current batch.
+        self._looking = RLock()  # a signal may end the run within it
+        self._trained = self._saving = self._saving_before = 0.0
+        self._stalls = self._stalled = 0.0
+
+    @property
+    def job(self) -> str:
+        """The job of this attempt, once it has begun."""
+        return str(self._same.get("job", ""))
 
     # -- on the training thread -------------------------------------------------------------------
 
@@ -108,14 +125,18 @@ class AttemptLog:
         # A notebook may be open for days.
         alone = _trained != pid and not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
         began, _trained = _process_start() if alone else self._made, pid
-        counters = run.progress.stages["train"]
+        self._wall = now - perf_counter()
+        counters, progress = run.progress.stages["train"], run.progress
+        paused = self._paused = min(max(0.0, progress.paused_seconds), self.resumed)
         moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         name = f"{moment}.{int(now * 1000) % 1000:03d}-{pid}"
         self._same = {
             "name": name, "job": name, "host": platform.node(), "pid": pid, "began": began,
-            "setup": max(now - began, 0.0), "resumed": self.resumed, "first": counters.total_wct,
+            "setup": max(now - began, 0.0), "resumed": self.resumed - paused,
+            "first": counters.total_wct - paused,
         }  # fmt: skip
-        self._first_step, self._validated = counters.step, run.progress.validation_seconds
+        self._first_step, self._validated = counters.step, progress.validation_seconds
+        self._trained, self._saving_began = counters.total_wct, self._saving_seconds(run)
         self._run_folder = run.reporting.run_folder(named_run())
         self._continue_job(run, root.path)
         self._note_job(run)
@@ -124,24 +145,25 @@ class AttemptLog:
     def _continue_job(self, run: Trained, root: Path) -> None:
         """Find the earlier attempts of this job.
 
-        A run that the user has named continues what has its name. Otherwise a checkpoint belongs
-        to the job that wrote it, if that is below the same ``default_root_dir``: elsewhere, such as
-        for fine-tuning, it begins a new job. Without one, the same run of MLflow, and a process
-        that a cluster has restarted, continue what is in their own folder.
+        A run that the user has named continues what has its name: the job of its checkpoint, or the
+        latest one. Otherwise a checkpoint belongs to the job that wrote it, if that is below the
+        same ``default_root_dir``: elsewhere, such as for fine-tuning, it begins a new job. Without
+        one, the same run of MLflow, and a process that a cluster has restarted, continue what is in
+        their own folder.
         """
         named, saved = named_run(), run.progress.saved_job
         run.progress.saved_job = {}
         places: dict[Path, str | None] = {}
         folder, job = str(saved.get("folder")), str(saved.get("job"))
         if not named and safe(folder) == folder:
-            places[root / folder / FOLDER] = job
+            places[root / folder / ATTEMPTS] = job
         # In MLflow, the folder is of one run id.
         if named or run.reporting.tags is not None or compat.resumes(run.trainer):
-            places.setdefault(self._run_folder.folder / FOLDER, None)
+            places.setdefault(self._run_folder.folder / ATTEMPTS, None)
         for place, wanted in places.items():
             if not (found := _read(place, wanted)):
                 continue
-            last = found[-1]
+            last = ([each for each in found if each.job == job] or found)[-1]
             if (last.status == FINISHED and not self.resumed) or _lives(last):
                 continue
             self._folder, self._same["job"] = place, last.job
@@ -154,14 +176,17 @@ class AttemptLog:
 
     def _note_job(self, run: Trained) -> None:
         """Checkpoints name the job."""
-        folder = self._folder or self._run_folder.folder / FOLDER
+        folder = self._folder or self._run_folder.folder / ATTEMPTS
         run.progress.job = {"folder": folder.parent.name, "job": self._same["job"]}
 
     def save(self, run: Trained) -> None:
         """A checkpoint takes the state of a callback: each of them calls this."""
+        if not self._same or self._ended is not None:
+            return
         counters = run.progress.stages["train"]
         now = counters.step, counters.total_wct
-        if self._same and [*self._saved][-1:] != [now]:
+        if [*self._saved][-1:] != [now]:
+            self._attempt(run, RUNNING)  # the pauses so far, which the state has
             self._saved.append(now)
             self._saves += 1
 
@@ -177,21 +202,39 @@ class AttemptLog:
         run.file_worker.submit(partial(self._write, run, own), "the attempt")
         return goodput([*self._earlier, own])
 
+    def _saving_seconds(self, run: Trained) -> tuple[float, float]:
+        """Seconds of checkpoints in training and in validation, while something measures them."""
+        if (recorder := run.spans.recorder) is not None:
+            found = recorder.clock.seconds_of("checkpoint")
+            self._measured = found.get("train", 0.0), found.get("validate", 0.0)
+        return self._measured
+
     def _attempt(self, run: Trained, status: str) -> Attempt:
-        counters = run.progress.stages["train"]
-        training = status != FINISHED and run.stage == "train"
-        evaluation = run.progress.validation_seconds - self._validated
-        recorder = run.spans.recorder
-        spent = {} if recorder is None else recorder.clock.seconds_of("checkpoint")
-        # Those that validation writes are part of it, and no training seconds.
-        within, checkpoints = spent.get("validate", 0.0), sum(spent.values())
-        return Attempt(
-            **self._same, status=status, seen=time.time(),  # noqa: TID251
-            last=counters.total_wct, stalls=self._stalls,
-            unfinished=max(perf_counter() - counters.mark, 0.0) if training else 0.0,
-            validation=max(evaluation - within, 0.0), checkpoints=checkpoints,
-            in_training=checkpoints - within, saves=self._saves,
-        )  # fmt: skip
+        """This attempt so far. Its times are those of a clock that nobody sets."""
+        with self._looking:
+            counters, validating = run.progress.stages["train"], run.stages.validating
+            saving, within = map(sub, self._saving_seconds(run), self._saving_began)
+            now = perf_counter()
+            if counters.total_wct != self._trained:  # a batch has ended since the last look
+                self._trained, self._saving_before = counters.total_wct, self._saving
+                self._stalls, self._stalled = self._stalls + self._stalled, 0.0
+            self._saving = saving
+            unfinished = current = 0.0
+            if run.stage and status != FINISHED:
+                unfinished = max(now - counters.mark - validating, 0.0)
+                # Checkpoints are written before the first batch after them.
+                current = min(saving - self._saving_before, unfinished)
+                unfinished -= current
+            if unfinished > STALLED:
+                self._stalled = max(self._stalled, unfinished)
+            run.progress.paused_seconds = self._paused + saving - current + self._stalls
+            validating += run.progress.validation_seconds - self._validated - within
+            return Attempt(
+                **self._same, status=status, seen=self._wall + now,
+                last=self._trained - run.progress.paused_seconds, unfinished=unfinished,
+                stalls=self._stalls, validation=max(validating, 0.0),
+                checkpoints=saving + within, saves=self._saves,
+            )  # fmt: skip
 
     # -- on the thread that makes files -----------------------------------------------------------
 
@@ -199,12 +242,8 @@ class AttemptLog:
         """Give a sign of life, and the next one after some seconds."""
         if self._ended is not None:
             return
-        began, batch = perf_counter(), run.progress.stages["train"].batch
-        own = self._attempt(run, RUNNING)
-        if batch != self._batch:
-            self._stalls += self._stalled
-        self._batch, self._stalled = batch, own.unfinished if own.unfinished > STALLED else 0.0
-        self._write(run, own)
+        began = perf_counter()
+        self._write(run, self._attempt(run, RUNNING))
         # On a slow file system, the file takes at most 1 % of the time.
         pause = INTERVAL * max(1.0, 20 * (perf_counter() - began))
         run.file_worker.submit(partial(_beat, self, weakref.ref(run)), "the attempt", pause)
@@ -220,8 +259,12 @@ class AttemptLog:
 
     def _write_file(self, run: Trained, own: Attempt) -> None:
         if self._folder is None:
-            self._folder = self._run_folder.claim() / FOLDER
+            self._folder = self._run_folder.claim() / ATTEMPTS
             self._note_job(run)
+        if self._folder.is_symlink():  # it may point anywhere
+            text = f"{self._folder} is a link: attempts are neither written nor read there."
+            run.reporting.warnings_digest.once("attempts were not written", text)
+            return
         path = self._folder / f"{own.name}.json"
         if not path.exists():
             others = [name for name in _names(self._folder) if name != f"{own.job}.json"]
@@ -256,7 +299,8 @@ def _beat(log: AttemptLog, reference: weakref.ref[Trained]) -> None:
 def _names(folder: Path) -> list[str]:
     """The names of files of attempts, in the order in which these began."""
     with suppress(OSError):  # there is no folder
-        return sorted(each.name for each in folder.iterdir() if _FILE.fullmatch(each.name))
+        names = () if folder.is_symlink() else folder.iterdir()
+        return sorted(each.name for each in names if _FILE.fullmatch(each.name))
     return []
 
 

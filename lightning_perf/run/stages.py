@@ -123,6 +123,8 @@ class Progress:
         self.stages = {stage: Counters() for stage in STAGES}
         #: Seconds spent in validation inside fit.
         self.validation_seconds = 0.0
+        #: Seconds of training that were checkpoints or stalls, up to the end of the last batch.
+        self.paused_seconds = 0.0
         #: The folder and the job of this training, and those in the checkpoint that is resumed.
         self.job: dict[str, str] = {}
         self.saved_job: dict[str, str] = {}
@@ -134,7 +136,11 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         """Return plain ints, floats and dicts, as ``weights_only=True`` requires."""
         stages = {stage: self.timestamp(stage).state_dict() for stage in STAGES}
-        state = {"stages": stages, "validation_seconds": self.validation_seconds}
+        state = {
+            "stages": stages,
+            "validation_seconds": self.validation_seconds,
+            "paused_seconds": self.paused_seconds,
+        }
         return state | ({"job": self.job} if self.job else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -142,6 +148,7 @@ class Progress:
         saved = state.get("stages", {})
         stamps = {each: Timestamp.from_state_dict(saved[each]) for each in STAGES if each in saved}
         self.validation_seconds = float(state.get("validation_seconds", 0.0))
+        self.paused_seconds = float(state.get("paused_seconds", 0.0))
         self.stages |= {stage: Counters(stamp) for stage, stamp in stamps.items()}
         saved_job = state.get("job")
         self.saved_job = saved_job if isinstance(saved_job, dict) else {}
@@ -232,6 +239,11 @@ class StageStack:
                 self._validated_before if since else validated,
             )
         return self._moment
+
+    @property
+    def validating(self) -> float:
+        """Seconds of the running validation inside fit that are not counted yet."""
+        return perf_counter() - self._settled if self.nested else 0.0
 
     def enter(self, name: str, limits: Limits) -> None:
         """Begin a stage."""

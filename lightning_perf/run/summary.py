@@ -27,7 +27,6 @@ from lightning_perf.core.window import throughput, utilization
 from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.files import files_below, finite, write_text, written_whole
 from lightning_perf.run import compat, destination
-from lightning_perf.run.attempts import FOLDER as ATTEMPTS
 from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.run import LONG, Run
 from lightning_perf.run.window_log import table
@@ -35,6 +34,7 @@ from lightning_perf.terminal import new_console, unread
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.names import numbered
 from lightning_perf.tracking.summary import (
+    ATTEMPTS,
     FILE_NAME,
     PAGE_NAME,
     RUNNING,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     #: By stage: windows, each with the step of its first batch.
     _Windows = Mapping[str, Sequence[tuple[int, Window]]]
 
-_STATUS = {"teardown": "finished", "exception": "stopped by an exception"}
+_STATUS = {"teardown": FINISHED, "exception": "stopped by an exception"}
 _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 #: Suffixes of traces, after ``.gz`` is removed, and of pages.
 _TRACES, _PAGES = (".json", ".bin", ".pickle"), (".html",)
@@ -346,21 +346,25 @@ def _shown(path: Path, root: Path) -> str:
 def _file(context: Run, folder: Path) -> tuple[Path, Summary | None]:
     """The file for the summary of a run, and what it holds.
 
-    It is that of the Trainer's last run, or the latest one of this name if the run continues it: a
-    resumed fit, a test of a trained checkpoint, or the same run of MLflow. A file of another live
-    process, or one that is not a summary of the run, such as the user's, is never ours.
+    It is that of the Trainer's last run, or the latest one of this name that the run continues: of
+    the same job, a resumed fit, a test of a trained checkpoint, or the same run of MLflow. A file
+    of another live process, or one that is not a summary of the run, such as the user's, is never
+    ours.
     """
     trainer, found = context.trainer, dict(summaries_in(folder, context.run_name))
     if (own := _FILES.get(trainer)) in found:
         return own, found[own]
     in_mlflow = context.reporting.tags is not None  # then the folder is of one run id
-    continues = trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow
-    if continues or destination.named_run():
-        for path, summary in reversed(found.items()):
-            if not continues and summary["status"] == FINISHED:
-                break  # the user has named another run so
-            if not _is_held(path, summary):
-                return path, summary
+    resumes = trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow
+    own_job = "" if in_mlflow else context.attempt.job
+    for path, summary in reversed(found.items()):
+        if own_job and (job := summary.get("goodput", {}).get("job")):
+            continues = job == own_job
+        else:  # what the user has named continues until it has finished
+            ended = summary["status"] == FINISHED and "train" in summary["stages"]
+            continues = resumes or bool(destination.named_run() and not ended)
+        if continues and not _is_held(path, summary):
+            return path, summary
     paths = (folder / numbered(FILE_NAME, number) for number in count(1))
     return next(path for path in paths if not os.path.lexists(path)), None
 
@@ -392,10 +396,9 @@ def _setup(context: Run) -> dict[str, Any]:
 
 def _job(context: Run, content: Mapping[str, Any], stage: str, windows: _Windows) -> dict[str, Any]:
     """The goodput of the job, if this is a fit, and what the stage costs."""
-    whole = main_stage(content)[1].get("whole_run", {})
-    times = whole.get("timings", {})
     sections = {"goodput": context.attempt.goodput(context, content["status"])}
-    if seconds := sum(times.values()) or whole.get("seconds", 0.0):
+    whole = main_stage(content)[1].get("whole_run", {})
+    if seconds := sum(whole.get("timings", {}).values()) or whole.get("seconds", 0.0):
         kind, devices = compat.devices_of(context.trainer)
         verdicts = content.get("verdicts", ())
         sections["cost"] = cost_of(windows[stage][0][1], kind, devices * seconds, verdicts)

@@ -203,12 +203,16 @@ class Clock:
         return self._collections
 
     def seconds_of(self, category: str) -> dict[str, float]:
-        """Seconds of a category by stage, without those that a span runs now; for any thread."""
-        self.add_up(wait=False)
-        found = dict[str, float]()
-        for action, timer in [*self._timers.items()]:
+        """Seconds of a category so far by stage, with the action that runs; for any thread."""
+        self.add_up()
+        found: dict[str, float] = {}
+        # Copied, because the training thread adds timers.
+        for action, timer in self._timers.copy().items():
             if action.category == category:
-                found[action.stage] = found.get(action.stage, 0.0) + timer.seconds
+                seconds = timer.seconds
+                if timer is self._running:
+                    seconds += perf_counter() - self._mark
+                found[action.stage] = found.get(action.stage, 0.0) + seconds
         return found
 
     def timer(self, category: str, name: str) -> Timer:
@@ -277,6 +281,8 @@ class Clock:
         self._process(events[3 * done :])
 
     def _process(self, events: list[Any]) -> None:
+        if not events:
+            return  # the measured thread may be in `begin`, which does not wait for others
         running, mark, opened, batch = self._running, self._mark, self._open, self.batch
         items: Any = iter(events)
         for now, what, entered in zip(items, items, items, strict=True):

@@ -23,7 +23,7 @@ from lightning_perf.tracking.runs import (
     setup_of,
     summaries_below,
 )
-from lightning_perf.tracking.summary import RATES, RUNNING, main_stage
+from lightning_perf.tracking.summary import ATTEMPTS, RATES, RUNNING, main_stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -54,7 +54,7 @@ class FleetRun:
     run: str
     #: Its id in MLflow, or its folder.
     place: str
-    #: ``running``, ``finished``, ``failed``, ``killed``, or since when it is silent or hangs.
+    #: ``running``, ``finished``, ``failed``, ``killed``, or since when it is silent, lost or hangs.
     state: str
     #: Devices times the time from the start to the last sign of life.
     device_hours: float
@@ -66,6 +66,8 @@ class FleetRun:
     goodput: float | None = None
     verdict: str = ""
     culprit: str = ""
+    #: Its last sign of life, in seconds since the epoch.
+    seen: float = 0.0
     #: The run in MLflow.
     source: Any = field(default=None, repr=False)
 
@@ -93,7 +95,7 @@ def in_folder(root: Path, since: float, unreadable: list[SummaryError]) -> list[
     for path, summary in summaries_below(root, _LEVELS, unreadable):
         with suppress(OSError):  # it was deleted meanwhile
             if (seen := path.stat().st_mtime) >= since:
-                found.append(_of_summary(str(path.parent), summary, seen))
+                found.append(_of_summary(path.parent, summary, seen))
     return sorted(found, key=_order)
 
 
@@ -101,18 +103,41 @@ def _order(run: FleetRun) -> tuple[float, float]:
     return -run.wasted_hours, -run.device_hours
 
 
-def _of_summary(place: str, summary: Summary, seen: float) -> FleetRun:
+def _of_summary(folder: Path, summary: Summary, written: float) -> FleetRun:
     stages = summary["stages"].values()
     seconds = sum((each.get("whole_run") or {}).get("seconds", 0.0) for each in stages)
-    status, process = summary["status"], summary.get("process", {})
-    here = status == RUNNING and process.get("host") == platform.node()
-    if here and not lives(process.get("pid"), seen):
+    status, seen = summary["status"], written
+    if status == RUNNING:  # summaries follow reports, and the files of attempts a clock
+        with suppress(OSError):
+            files = (folder / ATTEMPTS).iterdir()
+            seen = min(max([written, *(each.stat().st_mtime for each in files)]), _now())
+    if _is_gone(summary, seen):
         status = "killed"
     elif status.startswith("stopped"):
         status = "failed"
-    devices = _devices(summary.get("setup", {}))
-    run = FleetRun(_short(summary["run"]), place, **_times(status, seconds, seen, devices))
-    return _with(run, summary)
+    devices, later = _devices(summary.get("setup", {})), min(max(seen - written, 0.0), _LONGEST_RUN)
+    hangs = bool(_hang(summary))
+    times = _times(status, seconds if hangs else seconds + later, seen, devices)
+    if hangs:  # all of the time since then is wasted
+        times["silent_hours"] += later * devices / 3600
+    run = FleetRun(_short(summary["run"]), str(folder), **times)
+    return _with(run, summary, SILENT if seen > written else DEAD)
+
+
+def _is_gone(summary: Summary, seen: float) -> bool:
+    """Whether the process of a run that did not end was on this machine, and has ended."""
+    process = summary.get("process", {})
+    here = summary["status"] == RUNNING and process.get("host") == platform.node()
+    return here and not lives(process.get("pid"), seen)
+
+
+def _hang(summary: Summary) -> str:
+    """Since when a run hangs; empty if it does not."""
+    with suppress(*DAMAGE):
+        *_, last = summary["hangs"]
+        if summary["status"] == RUNNING and "ended" not in last:
+            return _short(f"hanging since {last['began']}")
+    return ""
 
 
 def _times(status: str, seconds: float, seen: float, devices: int) -> dict[str, Any]:
@@ -124,11 +149,12 @@ def _times(status: str, seconds: float, seen: float, devices: int) -> dict[str, 
         "state": f"silent since {_clock(seen)}" if silent else _short(status),
         "device_hours": min(max(seconds, 0.0), _LONGEST_RUN) * devices / 3600,
         "silent_hours": min(silence, DEAD) * devices / 3600 if silent else 0.0,
+        "seen": seen,
     }
 
 
-def _with(run: FleetRun, summary: Summary) -> FleetRun:
-    """A run with what its summary knows."""
+def _with(run: FleetRun, summary: Summary, patience: float = DEAD) -> FleetRun:
+    """A run with what its summary knows; one that hangs without a sign of life so long is lost."""
     rates = (main_stage(summary)[1].get("whole_run") or {}).get("throughput", {})
     known: dict[str, Any] = {"lost_share": run.lost_share, "mfu": rates.get("mfu", run.mfu)}
     if verdicts := summary.get("verdicts"):
@@ -140,10 +166,9 @@ def _with(run: FleetRun, summary: Summary) -> FleetRun:
         known["goodput"] = _share(summary["goodput"]["share"])
         # Verdicts and goodput may explain the same seconds: the larger one counts.
         known["lost_share"] = max(known["lost_share"], 1 - known["goodput"])
-    with suppress(*DAMAGE):
-        *_, last = summary["hangs"]
-        if summary["status"] == RUNNING and run.state != "killed" and "ended" not in last:
-            known["state"] = _short(f"hanging since {last['began']}")
+    if hang := _hang(summary):
+        lost = f"lost since {_clock(run.seen)}" if _now() - run.seen > patience else hang
+        known["state"] = "killed" if _is_gone(summary, run.seen) else lost
     return replace(run, **known)
 
 

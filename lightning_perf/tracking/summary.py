@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     _Row = tuple[str, ...]
 
 FILE_NAME, PAGE_NAME = "summary.json", "report.html"
+#: The folder of the files of attempts, below that of a run.
+ATTEMPTS = "attempts"
 #: Names of the file: where another one has the name, it gets a number.
 SUMMARIES = re.compile(r"summary(?:-\d+)?\.json")
 #: The most files of a folder that are read, the latest ones.

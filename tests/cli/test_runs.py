@@ -312,6 +312,57 @@ def test_summaries_that_cannot_be_read_are_named(tmp_path: Path, capsys: Any) ->
     assert "there is no run" in err
 
 
+def test_a_run_that_hangs_gives_signs_of_life(tmp_path: Path, capsys: Any) -> None:
+    """Its attempt does; one that was killed, or is silent for minutes, does not hang any longer."""
+
+    def leave(name: str, process: dict[str, Any], ago: float, beat: float | None) -> None:
+        """A summary written so many hours ago, and a sign of life after it."""
+        path = tmp_path / name / "summary.json"
+        (path.parent / "attempts").mkdir(parents=True)
+        hangs = [] if name == "trains" else HUNG
+        path.write_text(text_of(summary_of(name, "running", process=process, hangs=hangs)))
+        os.utime(path, (time.time() - ago * 3600,) * 2)
+        if beat is not None:
+            file = path.parent / "attempts" / "20261125-090000.000-1.json"
+            file.touch()
+            os.utime(file, (time.time() - beat * 3600,) * 2)
+
+    here, gone = {"host": platform.node(), "pid": os.getpid()}, 2**22 + 1
+    away = {"host": "elsewhere", "pid": 1}
+    leave("killed", here | {"pid": gone}, 3.0, 1.0)
+    leave("hangs", away, 3.0, 0.0)
+    leave("lost", away, 3.0, 1.0)
+    leave("unknown", away, 3.0, None)
+    leave("trains", away, 3.0, 0.0)
+    found = shown(capsys, str(tmp_path))
+    states = {name: each["state"] for name, each in found.items()}
+    assert states.pop("lost").startswith("lost since 20")
+    hang = f"hanging since {HUNG[0]['began']}"
+    assert states == {"killed": "killed", "hangs": hang, "unknown": hang, "trains": "running"}
+    # An hour of training, and the time up to the last sign of life, on 8 devices.
+    hours = {name: round(each["device_hours"]) for name, each in found.items()}
+    assert hours == {"killed": 24, "hangs": 32, "lost": 32, "unknown": 32, "trains": 32}
+    wasted = {name: round(each["wasted_device_hours"]) for name, each in found.items()}
+    assert wasted == {"killed": 16, "hangs": 24, "lost": 24, "unknown": 24, "trains": 0}
+
+
+def test_a_killed_run_of_mlflow_does_not_hang(
+    client: MlflowClient, experiment: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Its process was on this machine; of another one, nobody knows for a day."""
+    states = {}
+    for name, host, ago in (("here", platform.node(), 1), ("away", "x", 1), ("old", "x", 30)):
+        process = {"host": host, "pid": 2**22 + 1}
+        add_run(
+            client, experiment, name, hours=1, ago=ago, status="RUNNING", folder=tmp_path,
+            summary=summary_of(name, "running", hangs=HUNG, process=process),
+        )  # fmt: skip
+        states[name] = shown(capsys)[name]["state"]
+    assert states["here"] == "killed"
+    assert states["away"] == f"hanging since {HUNG[0]['began']}"
+    assert states["old"].startswith("lost since 20")
+
+
 def test_the_current_folder_is_the_default(in_tmp: Path, capsys: Any) -> None:
     """Without an address of MLflow and its database."""
     (in_tmp / "run").mkdir()

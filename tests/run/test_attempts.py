@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from torch import Tensor
 
 from lightning_perf import SpeedMonitor, Timings, always_on
-from lightning_perf.run import attempts
+from lightning_perf.run import attempts, summary
 from lightning_perf.run.stages import Progress
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.summary import read_summary, rows
@@ -313,6 +313,55 @@ def test_checkpoints_count_at_each_sign_of_life(
     trainer(tmp_path, Timings(), SlowSave(), saving, logger=False, **options).fit(Small())
 
 
+def trained(folder: Path) -> dict[str, int]:
+    """The last step by summary."""
+    paths = sorted(folder.glob("summary*.json"))
+    return {x.name: read_summary(x)["stages"]["train"]["whole_run"]["last"] for x in paths}
+
+
+def test_a_named_run_that_has_finished_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one of the name gets a number; a checkpoint continues its own job."""
+    monkeypatch.setenv("LIGHTNING_PERF_RUN", "job")
+    said: list[str] = []
+    monkeypatch.setattr("lightning_perf.run.summary.rank_zero_info", said.append)
+    folder = tmp_path / "job"
+    checkpoint = fit(tmp_path, callback=Timings())
+    checkpoint = checkpoint.rename(tmp_path / "first.ckpt")
+    page = (folder / "report.html").read_bytes()
+    fit(tmp_path, callback=Timings(), steps=6)
+    assert trained(folder) == {"summary-2.json": 5, "summary.json": 7}
+    assert (folder / "report.html").read_bytes() == page
+    assert (folder / "report-2.html").exists()
+    assert any("summary.json is the summary of another run" in text for text in said)
+    fit(tmp_path, callback=Timings(), steps=12, checkpoint=checkpoint)
+    assert trained(folder) == {"summary-2.json": 5, "summary.json": 11}
+    first, second, third = recorded(tmp_path)["job"]
+    assert first["job"] == third["job"] != second["job"]
+    assert read_summary(folder / "summary.json")["goodput"]["attempts"] == 2
+    trainer(tmp_path, SpeedMonitor(), logger=False).test(Small(), verbose=False)
+    assert trained(folder).keys() == {"summary-2.json", "summary.json"}
+
+
+def killed_job(folder: Path) -> None:
+    os.environ["LIGHTNING_PERF_RUN"] = "job"
+    summary.REFRESH = 0.0  # a summary is there before the kill
+    attempt(folder, 5, kill, resume=False)
+
+
+def test_a_named_run_that_was_killed_is_continued(
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a checkpoint it starts from the beginning, and is still the same run."""
+    monkeypatch.setenv("LIGHTNING_PERF_RUN", "job")
+    assert fork_server.run(tmp_path, killed_job, tmp_path).code
+    assert read_summary(tmp_path / "job" / "summary.json")["status"] == "running"
+    fit(tmp_path)
+    assert trained(tmp_path / "job") == {"summary.json": 7}
+    assert read_summary(tmp_path / "job" / "summary.json")["goodput"]["interruptions"] == 1
+
+
 def test_a_run_of_mlflow_is_one_job(tmp_path: Path, mlflow_database: str) -> None:
     """The same run id continues it, also without a checkpoint; another run does not."""
     logger = MLFlowLogger("goodput", tracking_uri=mlflow_database)
@@ -392,6 +441,24 @@ def test_the_number_of_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.M
     assert {f"{first['name']}.json", "20990101-000011.000-7.json"} <= {*names}
     found = newest(tmp_path)["goodput"]
     assert found["kept_seconds"] == pytest.approx(12.0, abs=2.0)
+
+
+def test_attempts_are_not_written_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are old ones read or removed there; one warning says so."""
+    monkeypatch.setenv("LIGHTNING_PERF_RUN", "job")
+    monkeypatch.setattr(attempts, "MOST", 2)
+    (outside := tmp_path / "outside").mkdir()
+    for number in range(4):
+        (outside / f"20260101-00000{number}.000-1.json").write_text("theirs")
+    before = {path: path.read_text() for path in outside.iterdir()}
+    (tmp_path / "runs" / "job").mkdir(parents=True)
+    (tmp_path / "runs" / "job" / "attempts").symlink_to(outside)
+    with pytest.warns(match="attempts is a link: attempts are neither written nor read"):
+        fit(tmp_path / "runs")
+    assert {path: path.read_text() for path in outside.iterdir()} == before
+    assert newest(tmp_path / "runs")["goodput"]["attempts"] == 1
 
 
 def test_checkpoints_hold_two_names_more(tmp_path: Path) -> None:
