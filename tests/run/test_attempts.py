@@ -304,7 +304,7 @@ def test_checkpoints_count_at_each_sign_of_life(
 
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             if trainer.global_step == 6:
-                until(lambda: any(own["in_training"] > 0.25 for own in found()))
+                until(lambda: any(own["checkpoints"] > 0.25 for own in found()))
 
     monkeypatch.setattr(attempts, "FIRST", 0.05)
     monkeypatch.setattr(attempts, "INTERVAL", 0.05)
