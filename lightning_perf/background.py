@@ -88,13 +88,21 @@ class Worker:
     def drain(self, timeout: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Wait at most ``timeout`` seconds until all jobs are done; return whether they are.
 
-        When ``until`` is true, the wait ends.
+        Those that are delayed beyond now are waited for after `close` only. When ``until`` is
+        true, the wait ends.
         """
-        deadline = time.monotonic() + timeout
-        while self.pending and (seconds := deadline - time.monotonic()) > 0 and not until():
+        began = time.monotonic()
+        deadline = began + timeout
+        while not self._done(began) and (left := deadline - time.monotonic()) > 0 and not until():
             with self._guard():
-                self._changed.wait_for(lambda: not self.pending, min(seconds, _POLL))
-        return not self.pending
+                self._changed.wait_for(lambda: self._done(began), min(left, _POLL))
+        return self._done(began)
+
+    def _done(self, until: float) -> bool:
+        """Whether no job runs, and none waits that was due by a time."""
+        with self._guard():
+            due = self._closed or (bool(self._queue) and self._queue[0][0] <= until)
+            return not (self._running or (self._queue and due))
 
     def close(self, timeout: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Refuse new jobs, run delayed ones now, and wait as `drain` does. May be called again.

@@ -290,7 +290,7 @@ def check_speed(case):
         elif setting == "checkpoint state":
             # The design keeps all progress; like the reference, the window refills.
             state = monitor.state_dict()["progress"]
-            assert set(state) == {"stages", "validation_seconds", "job"}
+            assert set(state) == {"stages", "validation_seconds", "paused_seconds", "job"}
         else:
             assert setting == "no token info"
             assert not [key for key in logger.keys if "tokens_per_sec" in key]

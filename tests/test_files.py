@@ -70,7 +70,7 @@ IN_PLACE: dict[str, Callable[[Path], object]] = {
 READERS: dict[str, tuple[str, Callable[[Path], object], tuple[type[Exception], ...]]] = {
     "summary": ("summary.json", read_summary, (SummaryError,)),
     "folders": ("summary.json", lambda path: folders_of(path.parent), ()),
-    "runs": ("summary.json", lambda path: in_folder(path.parent, 0.0), ()),
+    "runs": ("summary.json", lambda path: in_folder(path.parent, 0.0, []), ()),
     "trace": ("rank0.3.json", summarize, (TraceError, OSError)),
     "combine": (
         "rank0.3.json",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lightning_perf.run.callback import PerfCallback
 
 #: Set by users, and by ``lightning-perf try`` for its processes.
+#: Levels of lists and mappings in a file of callbacks.
+_DEEPEST = 50
 _VARIABLE, _TRIAL = "LIGHTNING_PERF", "LIGHTNING_PERF_TRIAL"
 
 
@@ -129,8 +131,15 @@ def _listed(file: Path) -> list[Any]:
     from lightning_perf.files import read_bytes
 
     text = read_bytes(file).decode()
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-        raise ValueError("it has an alias")  # aliases of aliases could make any number of values
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            # Aliases of aliases could make any number of values.
+            raise ValueError("it has an alias")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:  # parsing takes long then
+            raise ValueError("it is nested too deeply")
     content = yaml.safe_load(text)
     for key in ("trainer", "callbacks"):
         if isinstance(content, dict) and key in content:

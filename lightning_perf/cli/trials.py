@@ -159,7 +159,7 @@ def _keep(found: _Results, send: Callable[[Path, str], None]) -> None:
     with tempfile.TemporaryDirectory(prefix="lightning_perf-") as folder:
         for name, text in (("try.html", _page(found)), ("try.json", dumps(found.as_dict()))):
             path = Path(folder, name)
-            path.write_text(text, encoding="utf-8")
+            write_text(path, text)
             try:
                 send(path, f"try/{name}")
             except Exception as error:  # MLflow raises many kinds

@@ -188,15 +188,19 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.remove()
+            self.end()
+            self._restore()
 
     def remove(self) -> None:
-        """Stop counting, also where an interruption, such as Ctrl-C, has left the counter."""
+        """Stop counting where an interruption, such as Ctrl-C, has left the counter."""
         while current_mode() is self:
             try:
                 self.end()
             except IndexError:  # torch was interrupted after it had restored its flags
                 leave(self)
+        self._restore()
+
+    def _restore(self) -> None:
         if self._patched:
             self._patched, self._depth = False, 0
             _PATCHES.restore()

@@ -309,7 +309,7 @@ def _without_counting(record: BatchRecord, usual: float) -> float:
     usual += record.waiting
     if record.counting is None:
         return usual
-    least, most = (record.seconds - each for each in reversed(record.counting))
+    least, most = (max(record.seconds - each, record.waiting) for each in reversed(record.counting))
     return usual if least <= usual <= most else (least + most) / 2
 
 
