@@ -1380,6 +1380,30 @@ def test_a_callback_s_start_is_not_the_first_batch() -> None:
     assert verdict.advice.startswith("Slow.on_train_start takes 2.00 s before the first batch.")
 
 
+@pytest.mark.parametrize(
+    ("first", "windows", "warmup"),
+    [(1.5, range(12), None), (1.5, [0], None), (7.5, range(12), "takes 7.50 s before the first")],
+)
+def test_what_each_epoch_begins_with_is_no_warmup(
+    first: float, windows: Sequence[int], warmup: str | None
+) -> None:
+    """A hook of 1.5 s in three epochs of each window: its first call counts if it took longer."""
+    start = Action("train", "callbacks", "Plots.on_train_epoch_start")
+    calls = [3 * (number in windows) for number in range(WINDOWS)]
+    costs = [
+        (1.5 * each + (first - 1.5) * (number == 0), each) for number, each in enumerate(calls)
+    ]
+    signals = signals_of(
+        {**FINE, "callbacks": [seconds / BATCHES for seconds, _ in costs]}, named={start: costs},
+        steps=steps(), first_step=0.05,
+    )  # fmt: skip
+    found = {each.code: each for each in diagnose(signals).verdicts}
+    assert ("warmup" in found) == (warmup is not None)
+    if warmup:
+        assert warmup in found["warmup"].advice
+        assert found["warmup"].share == pytest.approx((first - 1.5) / signals.wall.sum())
+
+
 def validation(
     rows: dict[tuple[str, str], float], loader: Loader | None, total: float = 1.5, threads: int = 1
 ) -> Verdict:
