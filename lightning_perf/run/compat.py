@@ -9,6 +9,7 @@ from inspect import signature, unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 try:
@@ -435,16 +436,37 @@ def _first_loader(loop: Any) -> Any:
     return next(iter(_loaders(loop)), None)
 
 
+def _iterators(loop: Any) -> Sequence[Any]:
+    """The iterators of a loop's loaders, while it uses them."""
+    iterator = getattr(getattr(loop, "_combined_loader", None), "_iterator", None)
+    return getattr(iterator, "iterators", ())
+
+
 def loader_workers(trainer: Trainer) -> dict[int, str]:
     """The process ids of data loader workers, with their names; those that are found."""
     found = {}
     loops = [getattr(trainer, "fit_loop", None), *(loop for loop, *_ in evaluation_loops(trainer))]
     for loop in loops:
-        iterator = getattr(getattr(loop, "_combined_loader", None), "_iterator", None)
-        for loader in getattr(iterator, "iterators", ()):
+        for loader in _iterators(loop):
             for number, worker in enumerate(getattr(loader, "_workers", ())):
                 found[worker.pid] = f"worker {number}"
     return found
+
+
+def wrap_samplers(trainer: Trainer, wrap: Callable[[Any, str], object]) -> None:
+    """Wrap what the iterators of the training's DataLoaders draw the indices of batches from.
+
+    ``wrap`` is called with it and the name of the sampler's class, if that is the user's: torch's
+    own take no time after the first batch. Iterators of other libraries are left alone, as they may
+    save the state of theirs in checkpoints.
+    """
+    for iterator in _iterators(getattr(trainer, "fit_loop", None)):
+        own = attributes(iterator) if type(iterator).__module__ == DataLoader.__module__ else {}
+        sampler = own.get("_index_sampler")
+        if type(sampler) is BatchSampler:
+            sampler = sampler.sampler
+        if "_sampler_iter" in own and not type(sampler).__module__.startswith("torch."):
+            iterator._sampler_iter = wrap(own["_sampler_iter"], type(sampler).__name__)
 
 
 def flight_recorder() -> str:

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_perf import (
     ConfigError,
@@ -78,6 +78,40 @@ class Model(Small):
 class SlowInput(Model):
     def train_dataloader(self) -> Any:
         return DataLoader(Data(NAP))
+
+
+class Order(Sampler[int]):
+    """Takes its time at the beginning of an epoch, or for each index."""
+
+    def __init__(self, first: float, each: float) -> None:
+        self.first, self.each = first, each
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        CLOCK.sleep(self.first)
+        for index in range(40):
+            CLOCK.sleep(self.each)
+            yield index
+
+
+class SlowSampler(Model):
+    workers = 0
+
+    def train_dataloader(self) -> Any:
+        keep = bool(self.workers)
+        order = Order(0.0, NAP)
+        return DataLoader(Data(), sampler=order, num_workers=self.workers, persistent_workers=keep)
+
+
+class SamplerOfWorkers(SlowSampler):
+    workers = 1
+
+
+class SlowShuffle(Model):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Data(), sampler=Order(40 * NAP, 0.0))
 
 
 class SlowTransfer(Model):
@@ -164,6 +198,9 @@ def blamed(diagnosis: Diagnosis) -> dict[str, Verdict]:
     ("model", "code", "culprit", "options"),
     [
         (SlowInput, "input-bound", "train_dataloader_next", {}),
+        (SlowSampler, "input-bound", "sampler Order", {}),
+        (SamplerOfWorkers, "input-bound", "sampler Order", {}),
+        (SlowShuffle, "epoch-restart", "first fetch", {}),
         (SlowTransfer, "transfer-bound", None, {}),
         (SlowValidation, "validation-bound", "validate.forward", {"limit_val_batches": 40}),
         (SlowScheduler, "callback-bound", "lr_scheduler_step", {}),

@@ -987,6 +987,7 @@ NAMES = {
     Action("train", "checkpoint", "checkpoint writing (Saver.on_train_epoch_end)"): "checkpoint",
     Action("train", "dataloader_next", "first fetch"): "dataloader_next",
     FETCHES: "dataloader_next",
+    Action("train", "dataloader_next", "sampler Order"): "dataloader_next",
     Action("train", "optimizer_step", "optimizer_step"): "optimizer_step",
     Action("validate", "dataloader_next", "iter"): "validation",
     Action("gc", "forward", "training_step"): "forward",
@@ -1309,6 +1310,63 @@ def test_no_workers_are_promised_while_other_programs_use_the_cpus() -> None:
     found = loading(used(cpu_util_simple=100.0, process_cpu=40.0))
     assert "advised_step_seconds" not in found.evidence
     assert "other programs use 80% of the CPUs. End them first" in found.advice
+
+
+SAMPLES = Action("train", "dataloader_next", "sampler Order")
+
+
+def drawing(sampler: float, rest: float, **setup: Any) -> dict[str | None, Verdict]:
+    """The verdicts on waits of 50 ms, by culprit; seconds per batch of what is in them."""
+    signals = signals_of(
+        {**FINE, "dataloader_next": sampler + rest},
+        named={SAMPLES: every(BATCHES * sampler), FETCHES: every(BATCHES * rest)},
+        setup=Setup(cpus=8, **setup),
+    )  # fmt: skip
+    return {each.culprit: each for each in diagnose(signals).verdicts}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_are_not_advised_for_a_sampler(workers: int) -> None:
+    """It runs in the main process: 1 to 8 workers were promised to give 2.8x, and gave 1.1x."""
+    (found,) = drawing(0.05, 1e-4, loader=Loader(workers, 4)).values()
+    assert (found.code, found.culprit) == ("input-bound", SAMPLES.name)
+    assert found.share == pytest.approx(0.05 / 0.1001)
+    assert found.advice.startswith("Drawing the indices of a batch takes 50.0 ms.")
+    assert "advised_step_seconds" not in found.evidence
+
+
+def test_workers_hide_what_a_sampler_leaves() -> None:
+    """Of 50 ms without workers 20 are loading: both have a verdict, and each its own part."""
+    found = drawing(0.03, 0.02, loader=Loader(0, 4))
+    assert {name: each.share for name, each in found.items()} == pytest.approx(
+        {SAMPLES.name: 0.3, FETCHES.name: 0.2}
+    )
+    assert found[FETCHES.name].evidence["advised_step_seconds"] == pytest.approx(0.0805)
+    assert "num_workers=1 hides the loading" in found[FETCHES.name].advice
+
+
+def test_a_sampler_is_not_blamed_while_workers_are_too_slow() -> None:
+    """A faster one would wait for the worker, which takes 100 ms per batch."""
+    (found,) = drawing(0.03, 0.02, loader=Loader(1, 4)).values()
+    assert found.culprit == FETCHES.name
+    assert found.evidence["advised_step_seconds"] == pytest.approx(0.0805)
+
+
+@pytest.mark.parametrize(("sampler", "culprit"), [(0.1, SAMPLES.name), (0.01, "iter")])
+def test_indices_that_workers_load_ahead_are_the_sampler_s(sampler: float, culprit: str) -> None:
+    """Two workers begin an epoch with 4 batches: at 100 ms each, persistent ones save nothing."""
+    calls = {SAMPLES: every(9 * sampler, 9), FETCHES: every(0.0, 9)}
+    signals = signals_of(
+        {**FINE, "dataloader_next": 0.05 + 0.9 * sampler},
+        named=calls | {
+            Action("train", "dataloader_next", "iter"): every(0.5, 1),
+            Action("train", "dataloader_next", "first fetch"): every(0.0, 1),
+        },
+        setup=Setup(cpus=8, loader=Loader(2, 4)),
+    )  # fmt: skip
+    found = next(each for each in diagnose(signals).verdicts if each.code == "epoch-restart")
+    assert found.culprit == culprit
+    assert ("persistent_workers" in found.advice) == (culprit == "iter")
 
 
 def test_one_batch_per_epoch_is_loading_and_no_start_of_an_epoch() -> None:

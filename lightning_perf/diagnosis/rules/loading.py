@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lightning_perf.diagnosis.signals import Loader, Setup, Signals
+    from lightning_perf.timing.totals import Action
 
 #: The cost of a worker per batch: the transfer to the main process.
 _HANDOVER = 0.5e-3
@@ -23,6 +24,12 @@ _HANDOVER = 0.5e-3
 #: Measured on 2 CPUs: a batch of 7.0 ms then took 7.9, and 8.8 ms of loading 10.1 to 10.4 ms; two
 #: workers and a training thread used 85 and 88 % of the CPUs, as batches have an order.
 _ALL_BUSY, _CROWDED = 0.87, 0.74
+#: Batches that a worker loads ahead, by default.
+_AHEAD = 2
+_DRAWN = (
+    "The sampler runs in the main process, where DataLoader workers do not hide it: make it "
+    "faster, or let it iterate over indices that were prepared before."
+)
 _SHARDS = (
     " The dataset is iterable: it must divide its items among the workers, and one without a shard "
     "of its own loads nothing."
@@ -54,7 +61,15 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     waits = signals.waits
     if len(stalls.positions) and signals.phase_of(excess) == "dataloader_next":
         waits = np.maximum(waits - excess, 0.0)
-    wait, loader = signals.per_batch(waits), signals.setup.loader
+    drawing, loader = signals.drawn * waits, signals.setup.loader
+    waits = waits - drawing
+    wait, workers = signals.per_batch(waits), 0 if loader is None else loader.num_workers
+    sampler = signals.slowest(signals.samplers)
+    # While training waits for workers, a faster sampler would wait for them, too.
+    if sampler is not None and not (workers and wait > least.more * signals.step_seconds):
+        drawn = duration(_per_call(signals, sampler))
+        advice = f"Drawing the indices of a batch takes {drawn}. {_DRAWN}"
+        yield Impact(drawing, culprit=sampler.name, phase="dataloader_next", advice=advice)
     saves: float | None = None
     advised: int | None = None
     advice = (
@@ -65,11 +80,11 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         loading = _Loading(signals, loader, wait, least)
         advice, saves = loading.advice(), loading.saves
         advised = None if saves is None else loading.best
-    workers = None if loader is None else loader.num_workers
     evidence = without_none(
         wait_seconds=wait, step_seconds=signals.step_seconds,
         cpu_percent=signals.average("system/cpu_util_simple"),
-        iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
+        iowait_percent=signals.average("system/cpu_iowait"),
+        num_workers=None if loader is None else workers,
         advised_workers=advised, usable_cpus=signals.setup.cpus,
     )  # fmt: skip
     if (signals.foreign or 0.0) > least.named:
@@ -78,6 +93,12 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
         saves=saves, certain=signals.cpus_left if workers else 1.0,
     )  # fmt: skip
+
+
+def _per_call(signals: Signals, sampler: Action) -> float:
+    """Seconds in which a sampler draws the indices of a batch."""
+    seconds, calls = signals.actions[sampler]
+    return float(seconds.sum() / calls.sum())
 
 
 class _Loading:
@@ -253,7 +274,8 @@ def _computing(setup: Setup) -> int:
 
 def _without_workers(signals: Signals) -> str:
     """When loading without workers is faster: how long it may take is not measured with them."""
-    cost = signals.per_batch(signals.waits + signals.restarts.seconds)
+    waits = (1 - signals.drawn) * signals.waits
+    cost = signals.per_batch(waits + signals.restarts.seconds)
     return f"num_workers=0 is faster if it loads a batch in less than {duration(cost)}"
 
 
@@ -266,7 +288,13 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     per_epoch = float(seconds.sum() / epochs.sum())
     advice = f"An epoch begins with {duration(per_epoch)} of waiting"
     workers = 0 if loader is None else loader.num_workers
-    if signals.setup.reloads:
+    slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
+                  key=signals.seconds)  # fmt: skip
+    sampler = signals.slowest(signals.samplers)
+    if sampler is not None and _AHEAD * workers * _per_call(signals, sampler) > per_epoch / 2:
+        slowest = sampler
+        advice += f", mostly for the indices of the batches that workers load ahead. {_DRAWN}"
+    elif signals.setup.reloads:
         often = "reload it less often (reload_dataloaders_every_n_epochs)"
         advice += f" for a new DataLoader: {often}."
     elif loader is not None and workers and not loader.persistent_workers:
@@ -275,8 +303,6 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
         advice += ". Use longer epochs."
     if workers:
         advice += f" {_without_workers(signals)}."
-    slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
-                  key=signals.seconds)  # fmt: skip
     yield Impact(
         seconds, float(epochs.sum()), slowest.name, "dataloader_next", advice=advice,
         whole_run=True,
