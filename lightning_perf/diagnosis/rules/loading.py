@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from lightning_perf.diagnosis.signals import Loader, Setup, Signals
-    from lightning_perf.timing.totals import Action
 
 #: The cost of a worker per batch: the transfer to the main process.
 _HANDOVER = 0.5e-3
@@ -67,8 +66,7 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     sampler = signals.slowest(signals.samplers)
     # While training waits for workers, a faster sampler would wait for them, too.
     if sampler is not None and not (workers and wait > least.more * signals.step_seconds):
-        drawn = duration(_per_call(signals, sampler))
-        advice = f"Drawing the indices of a batch takes {drawn}. {_DRAWN}"
+        advice = f"Drawing indices takes {duration(signals.per_batch(drawing))} per batch. {_DRAWN}"
         yield Impact(drawing, culprit=sampler.name, phase="dataloader_next", advice=advice)
     saves: float | None = None
     advised: int | None = None
@@ -93,12 +91,6 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
         saves=saves, certain=signals.cpus_left if workers else 1.0,
     )  # fmt: skip
-
-
-def _per_call(signals: Signals, sampler: Action) -> float:
-    """Seconds in which a sampler draws the indices of a batch."""
-    seconds, calls = signals.actions[sampler]
-    return float(seconds.sum() / calls.sum())
 
 
 class _Loading:
@@ -272,10 +264,19 @@ def _computing(setup: Setup) -> int:
     return min(setup.threads, setup.cpus) if setup.device == "cpu" else 1
 
 
+def _ahead(signals: Signals) -> float:
+    """Seconds per epoch in which samplers draw what workers load ahead, at its start."""
+    seconds, calls = signals.total(signals.samplers)
+    loader = signals.setup.loader
+    workers = 0 if loader is None else loader.num_workers
+    return float(_AHEAD * workers * seconds.sum() / max(calls.sum(), 1.0))
+
+
 def _without_workers(signals: Signals) -> str:
     """When loading without workers is faster: how long it may take is not measured with them."""
-    waits = (1 - signals.drawn) * signals.waits
-    cost = signals.per_batch(waits + signals.restarts.seconds)
+    seconds, epochs = signals.restarts
+    starts = np.maximum(seconds - _ahead(signals) * epochs, 0.0)
+    cost = signals.per_batch((1 - signals.drawn) * signals.waits + starts)
     return f"num_workers=0 is faster if it loads a batch in less than {duration(cost)}"
 
 
@@ -291,7 +292,7 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
                   key=signals.seconds)  # fmt: skip
     sampler = signals.slowest(signals.samplers)
-    if sampler is not None and _AHEAD * workers * _per_call(signals, sampler) > per_epoch / 2:
+    if sampler is not None and _ahead(signals) > per_epoch / 2:
         slowest = sampler
         advice += f", mostly for the indices of the batches that workers load ahead. {_DRAWN}"
     elif signals.setup.reloads:
