@@ -377,14 +377,14 @@ def devices_of(trainer: Trainer) -> tuple[str, int]:
     )
 
 
-def training_loader(trainer: Trainer) -> Any:
-    """The training's DataLoader, the first one of several, or None."""
-    return _first_loader(getattr(trainer, "fit_loop", None))
+def training_loaders(trainer: Trainer) -> Sequence[Any]:
+    """The training's DataLoaders, or other sources of batches."""
+    return _loaders(getattr(trainer, "fit_loop", None))
 
 
-def validation_loader(trainer: Trainer) -> Any:
-    """The same of validation inside of fit; None before the first one."""
-    return _first_loader(validation_loop(trainer))
+def validation_loaders(trainer: Trainer) -> Sequence[Any]:
+    """The same of validation inside of fit; empty before the first one."""
+    return _loaders(validation_loop(trainer))
 
 
 #: Modules of classes whose length runs no code of the user.
@@ -430,10 +430,6 @@ def _loop_of(trainer: Trainer, stage: str, nested: bool) -> Any:
 
 def _loaders(loop: Any) -> Sequence[Any]:
     return getattr(getattr(loop, "_combined_loader", None), "flattened", None) or ()
-
-
-def _first_loader(loop: Any) -> Any:
-    return next(iter(_loaders(loop)), None)
 
 
 def _iterators(loop: Any) -> Sequence[Any]:

@@ -19,6 +19,7 @@ from helpers.clocks import FakeClock
 from helpers.small import RANKS, Records, Small, ours, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -350,6 +351,47 @@ def test_the_workers_of_a_web_loader_are_advised(tmp_path: Path) -> None:
     (found,) = blamed(diagnose(tmp_path, Streams())).values()
     assert (found.code, found.evidence["num_workers"]) == ("input-bound", 0)
     assert "The dataset is iterable: it must divide its items among the workers" in found.advice
+
+
+class OwnIterator(DataLoader[Any]):
+    """Works on batches in the main process, beside its workers."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            CLOCK.sleep(NAP)
+            yield batch
+
+
+class Staged(WebLoader):
+    """A second stage, in the main process."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self.pipeline.append(OwnIterator(dataset, batch_size=None))
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        lambda: OwnIterator(Data()),
+        lambda: CombinedLoader([DataLoader(Data(), num_workers=1), DataLoader(Data(NAP))]),
+        lambda: Staged(Shards()),
+    ],
+)
+def test_no_workers_are_promised_for_what_they_may_not_load(tmp_path: Path, loaders: Any) -> None:
+    """2.6x and 5x were promised for work in the main process, and for a second DataLoader."""
+
+    class Fed(Model):
+        def train_dataloader(self) -> Any:
+            return loaders()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            several = isinstance(batch[0], list)
+            return super().training_step(batch[0] if several else batch, batch_idx)
+
+    verdict = blamed(diagnose(tmp_path, Fed()))["input-bound"]
+    assert "How much of it more workers hide is not known" in verdict.advice
+    assert "advised_step_seconds" not in verdict.evidence
 
 
 def test_a_callback_is_named_with_its_hook_and_a_logger_with_its_method(tmp_path: Path) -> None:

@@ -74,7 +74,13 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         f"Each batch is waited for {duration(wait)}. Load batches in the background: "
         "the training data does not come from a DataLoader."
     )
-    if loader is not None:
+    if loader is not None and not loader.alone:
+        advice = (
+            f"Each batch is waited for {duration(wait)}. How much of it more workers hide is not "
+            "known: there are several DataLoaders, or code of your own works on batches in the "
+            "main process, as an __iter__ around theirs. Time each of them alone."
+        )
+    elif loader is not None:
         loading = _Loading(signals, loader, wait, least)
         advice, saves = loading.advice(), loading.saves
         advised = None if saves is None else loading.best
