@@ -67,6 +67,8 @@ class Loader:
     persistent_workers: bool = False
     #: Whether its dataset is an IterableDataset, which divides its items among workers itself.
     iterable: bool = False
+    #: The class of the user's sampler; empty if it is torch's.
+    sampler: str = ""
     #: Whether it does all of the loading: there is no other one, and its iterator is torch's.
     alone: bool = True
 

@@ -261,5 +261,6 @@ def _loader(loaders: Sequence[Any]) -> Loader | None:
         pin_memory=bool(own.get("pin_memory")),
         persistent_workers=bool(own.get("persistent_workers")),
         iterable=issubclass(type(own.get("dataset")), IterableDataset),
+        sampler=compat.sampler_name(own.get("batch_sampler")),
         alone=len(loaders) == 1 and not own_code,
     )

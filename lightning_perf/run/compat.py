@@ -458,11 +458,15 @@ def wrap_samplers(trainer: Trainer, wrap: Callable[[Any, str], object]) -> None:
     """
     for iterator in _iterators(getattr(trainer, "fit_loop", None)):
         own = attributes(iterator) if type(iterator).__module__ == DataLoader.__module__ else {}
-        sampler = own.get("_index_sampler")
-        if type(sampler) is BatchSampler:
-            sampler = sampler.sampler
-        if "_sampler_iter" in own and not type(sampler).__module__.startswith("torch."):
-            iterator._sampler_iter = wrap(own["_sampler_iter"], type(sampler).__name__)
+        name = sampler_name(own.get("_index_sampler"))
+        if name and "_sampler_iter" in own:
+            iterator._sampler_iter = wrap(own["_sampler_iter"], name)
+
+
+def sampler_name(sampler: Any) -> str:
+    """The class of a sampler, or of that in a BatchSampler; empty if it is torch's, or a list."""
+    kind = type(sampler.sampler if type(sampler) is BatchSampler else sampler)
+    return "" if kind.__module__.startswith(("torch.", "builtins")) else kind.__name__
 
 
 def flight_recorder() -> str:

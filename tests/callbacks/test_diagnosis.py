@@ -353,6 +353,17 @@ def test_the_workers_of_a_web_loader_are_advised(tmp_path: Path) -> None:
     assert "The dataset is iterable: it must divide its items among the workers" in found.advice
 
 
+def test_a_sampler_that_starts_slowly_is_not_taken_for_new_workers(tmp_path: Path) -> None:
+    """Persistent workers would not hide it: its first indices are drawn in the main process."""
+
+    class Shuffled(Model):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Data(), sampler=Order(40 * NAP, 0.0), num_workers=1)
+
+    found = blamed(diagnose(tmp_path, Shuffled()))["epoch-restart"]
+    assert "1 new worker or the first indices of sampler Order" in found.advice
+
+
 class OwnIterator(DataLoader[Any]):
     """Works on batches in the main process, beside its workers."""
 

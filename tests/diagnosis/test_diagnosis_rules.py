@@ -576,6 +576,11 @@ def test_starts_of_epochs_of_unknown_length_are_no_stalls() -> None:
     ("options", "advice"),
     [
         ({"loader": Loader(2)}, "2 new workers: set persistent_workers=True"),
+        (
+            {"loader": Loader(2, sampler="Order")},
+            "2 new workers or the first indices of sampler Order: set persistent_workers=True in "
+            "the DataLoader, or make the sampler start faster.",
+        ),
         ({"loader": Loader(2), "reloads": True}, "reload_dataloaders_every_n_epochs"),
         ({"loader": Loader(0)}, "Use longer epochs."),
     ],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.rules import PROMISE, Impact, without_none
-from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING
+from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING, SAMPLER
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
@@ -305,7 +305,10 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
         often = "reload it less often (reload_dataloaders_every_n_epochs)"
         advice += f" for a new DataLoader: {often}."
     elif loader is not None and workers and not loader.persistent_workers:
-        advice += f" for {workers} new workers: set persistent_workers=True in the DataLoader."
+        first = f" or the first indices of {SAMPLER}{loader.sampler}" if loader.sampler else ""
+        keep = "set persistent_workers=True in the DataLoader"
+        keep += ", or make the sampler start faster" if first else ""
+        advice += f" for {counted(workers, 'new worker')}{first}: {keep}."
     else:
         advice += ". Use longer epochs."
     if workers:
