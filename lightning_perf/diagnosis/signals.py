@@ -37,6 +37,8 @@ RECORDING = Action("recorder", "", "recording")
 _APART = (GC, COMPILE, QUEUE, RECORDING.stage)
 #: Names of the fetches of batches, and of further costs of an epoch.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
+#: The beginning of the names of drawing indices, in the main process, within usual fetches.
+SAMPLER = "sampler "
 #: The end of the names of classes whose methods are collectives.
 STRATEGY = "Strategy"
 #: The column of batches that were timed on the device.
@@ -65,6 +67,10 @@ class Loader:
     persistent_workers: bool = False
     #: Whether its dataset is an IterableDataset, which divides its items among workers itself.
     iterable: bool = False
+    #: The class of the user's sampler; empty if it is torch's.
+    sampler: str = ""
+    #: Whether it does all of the loading: there is no other one, and its iterator is torch's.
+    alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,12 +365,31 @@ class Signals:
         Without another fetch, in epochs of one batch, the first one is usual.
         """
         rows = [row for row in self.rows("dataloader_next") if row.name in RESTART]
-        usual = self.total([row for row in self.rows("dataloader_next") if row.name == FETCH])
+        usual = self._fetches
         first = self.total([row for row in rows if row.name == "first fetch"])
         usual = usual if usual.calls.any() else first
         fetch = usual.seconds.sum() / max(usual.calls.sum(), 1.0)
         seconds = self.total(rows).seconds - fetch * first.calls
         return Series(np.maximum(seconds, 0.0), first.calls)
+
+    @cached_property
+    def samplers(self) -> list[Action]:
+        """Samplers of the user's that drew the indices of batches."""
+        return [row for row in self.rows("dataloader_next") if row.name.startswith(SAMPLER)]
+
+    @cached_property
+    def _fetches(self) -> Series:
+        """The cost of usual fetches, with that of samplers."""
+        fetches = self.total([row for row in self.rows("dataloader_next") if row.name == FETCH])
+        return Series(fetches.seconds + self.total(self.samplers).seconds, fetches.calls)
+
+    @cached_property
+    def drawn(self) -> Numbers:
+        """The part of usual fetches that samplers take."""
+        drawn: Numbers = self.total(self.samplers).seconds / np.maximum(
+            self._fetches.seconds, 1e-12
+        )
+        return drawn
 
     @cached_property
     def waits(self) -> Numbers:

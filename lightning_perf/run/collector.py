@@ -185,7 +185,7 @@ class Collector:
         """The signals collected so far; safe to use on another thread."""
         context = self._context
         # Lightning creates this loader with the first validation.
-        loader = _loader(compat.validation_loader(context.trainer))
+        loader = _loader(compat.validation_loaders(context.trainer))
         steps = np.array(self._steps, dtype=float).reshape(-1, len(Step._fields))
         times, flops, begins_epoch = steps.T
         return Signals(
@@ -234,22 +234,33 @@ def _setup(context: Run) -> Setup:
         batches_per_epoch=context.limits.batches_per_epoch,
         automatic_optimization=context.module.automatic_optimization,
         reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
-        loader=_loader(compat.training_loader(trainer)),
+        loader=_loader(compat.training_loaders(trainer)),
         ours=frozenset({"lightning_perf", *(type(each).__name__ for each in context.members)}),
     )
 
 
-def _loader(loader: Any) -> Loader | None:
+#: The beginning of the names of modules whose iterators only wait for what workers load.
+_LOADING = ("torch.utils.data.", "torchdata.")
+
+
+def _loader(loaders: Sequence[Any]) -> Loader | None:
+    """The settings of the first one."""
+    loader = next(iter(loaders), None)
     own = attributes(loader)
     pipeline = own.get("pipeline")
     if type(pipeline) is list and pipeline:  # webdataset's WebLoader begins with a DataLoader
+        loaders = pipeline  # each stage works on batches
         loader, own = pipeline[0], attributes(pipeline[0])
     if "num_workers" not in own:
         return None
+    iterate = getattr(type(loader), "__iter__", None)
+    own_code = not str(getattr(iterate, "__module__", "")).startswith(_LOADING)
     return Loader(
         num_workers=int(own["num_workers"]),
         batch_size=compat.loader_batch_size(loader),
         pin_memory=bool(own.get("pin_memory")),
         persistent_workers=bool(own.get("persistent_workers")),
         iterable=issubclass(type(own.get("dataset")), IterableDataset),
+        sampler=compat.sampler_name(own.get("batch_sampler")),
+        alone=len(loaders) == 1 and not own_code,
     )

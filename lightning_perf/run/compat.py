@@ -9,6 +9,7 @@ from inspect import signature, unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 from typing_extensions import override
 
 try:
@@ -376,14 +377,14 @@ def devices_of(trainer: Trainer) -> tuple[str, int]:
     )
 
 
-def training_loader(trainer: Trainer) -> Any:
-    """The training's DataLoader, the first one of several, or None."""
-    return _first_loader(getattr(trainer, "fit_loop", None))
+def training_loaders(trainer: Trainer) -> Sequence[Any]:
+    """The training's DataLoaders, or other sources of batches."""
+    return _loaders(getattr(trainer, "fit_loop", None))
 
 
-def validation_loader(trainer: Trainer) -> Any:
-    """The same of validation inside of fit; None before the first one."""
-    return _first_loader(validation_loop(trainer))
+def validation_loaders(trainer: Trainer) -> Sequence[Any]:
+    """The same of validation inside of fit; empty before the first one."""
+    return _loaders(validation_loop(trainer))
 
 
 #: Modules of classes whose length runs no code of the user.
@@ -431,8 +432,10 @@ def _loaders(loop: Any) -> Sequence[Any]:
     return getattr(getattr(loop, "_combined_loader", None), "flattened", None) or ()
 
 
-def _first_loader(loop: Any) -> Any:
-    return next(iter(_loaders(loop)), None)
+def _iterators(loop: Any) -> Sequence[Any]:
+    """The iterators of a loop's loaders, while it uses them."""
+    iterator = getattr(getattr(loop, "_combined_loader", None), "_iterator", None)
+    return getattr(iterator, "iterators", ())
 
 
 def loader_workers(trainer: Trainer) -> dict[int, str]:
@@ -440,11 +443,30 @@ def loader_workers(trainer: Trainer) -> dict[int, str]:
     found = {}
     loops = [getattr(trainer, "fit_loop", None), *(loop for loop, *_ in evaluation_loops(trainer))]
     for loop in loops:
-        iterator = getattr(getattr(loop, "_combined_loader", None), "_iterator", None)
-        for loader in getattr(iterator, "iterators", ()):
+        for loader in _iterators(loop):
             for number, worker in enumerate(getattr(loader, "_workers", ())):
                 found[worker.pid] = f"worker {number}"
     return found
+
+
+def wrap_samplers(trainer: Trainer, wrap: Callable[[Any, str], object]) -> None:
+    """Wrap what the iterators of the training's DataLoaders draw the indices of batches from.
+
+    ``wrap`` is called with it and the name of the sampler's class, if that is the user's: torch's
+    own take no time after the first batch. Iterators of other libraries are left alone, as they may
+    save the state of theirs in checkpoints.
+    """
+    for iterator in _iterators(getattr(trainer, "fit_loop", None)):
+        own = attributes(iterator) if type(iterator).__module__ == DataLoader.__module__ else {}
+        name = sampler_name(own.get("_index_sampler"))
+        if name and "_sampler_iter" in own:
+            iterator._sampler_iter = wrap(own["_sampler_iter"], name)
+
+
+def sampler_name(sampler: Any) -> str:
+    """The class of a sampler, or of that in a BatchSampler; empty if it is torch's, or a list."""
+    kind = type(sampler.sampler if type(sampler) is BatchSampler else sampler)
+    return "" if kind.__module__.startswith(("torch.", "builtins")) else kind.__name__
 
 
 def flight_recorder() -> str:

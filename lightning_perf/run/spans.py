@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd import Variable
 from torchmetrics import Metric
 
+from lightning_perf.diagnosis.signals import SAMPLER
 from lightning_perf.flops import is_compiled
 from lightning_perf.patches import MethodPatch, PatchSet, is_of_class
 from lightning_perf.run import compat
-from lightning_perf.timing.clock import NOTHING, Clock, SaveSpan, Span, SpanWithCallbacks
+from lightning_perf.timing.clock import (
+    NOTHING,
+    Clock,
+    SaveSpan,
+    Span,
+    SpanWithCallbacks,
+    TimedIterator,
+)
 from lightning_perf.timing.totals import Action, Cost, Floor, Totals
 
 if TYPE_CHECKING:
@@ -197,7 +205,8 @@ class SpanRecorder:
         if self.device is not None and label == START:
             entered, left = (partial(self.device.mark, tag) for tag in ("dataloader_next", START))
             return SpanWithCallbacks(clock, what, name, entered, left)
-        if self.device is not None and category in _DEVICE and label not in _UNMARKED:
+        unmarked = label in _UNMARKED or label.startswith(SAMPLER)
+        if self.device is not None and category in _DEVICE and not unmarked:
             # If backward is called within the step, the time before it is forward.
             if category == "backward":
                 ready = partial(self.device.mark, "forward")
@@ -215,9 +224,14 @@ class SpanRecorder:
                 self.cache[_FETCH] = usual
                 if self.device is not None:
                     self.device.mark("dataloader_next")
+                compat.wrap_samplers(self._trainer, self._drawn)
 
             self._first_fetch = SpanWithCallbacks(self.clock, what, _FETCH, left=fetched)
         self.cache[_FETCH] = self._first_fetch
+
+    def _drawn(self, indices: Any, sampler: str) -> TimedIterator:
+        """Time what a sampler draws, in the main process, after the first batch of an epoch."""
+        return TimedIterator(indices, self.cache["dataloader_next", SAMPLER + sampler])
 
     def _wait(self) -> bool:
         """From now on, backward waits for the other ranks' gradients."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_perf.timing.totals import Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
 #: Category and name of the time outside all spans.
@@ -92,6 +92,20 @@ class SpanWithCallbacks(Span):
         Span.__exit__(self)
         if self._after_leave is not None and get_ident() == self._clock.thread:
             self._after_leave()
+
+
+class TimedIterator:
+    """Gets the items of an iterator within a span."""
+
+    __slots__ = ("_original", "_span")
+
+    def __init__(self, original: Iterator[Any], span: AbstractContextManager[Any]) -> None:
+        self._original, self._span = original, span
+
+    def __next__(self) -> Any:
+        """The next item of the original."""
+        with self._span:
+            return next(self._original)
 
 
 class SaveSpan(Span):

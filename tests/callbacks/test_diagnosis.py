@@ -19,9 +19,10 @@ from helpers.clocks import FakeClock
 from helpers.small import RANKS, Records, Small, ours, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_perf import (
     ConfigError,
@@ -78,6 +79,40 @@ class Model(Small):
 class SlowInput(Model):
     def train_dataloader(self) -> Any:
         return DataLoader(Data(NAP))
+
+
+class Order(Sampler[int]):
+    """Takes its time at the beginning of an epoch, or for each index."""
+
+    def __init__(self, first: float, each: float) -> None:
+        self.first, self.each = first, each
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        CLOCK.sleep(self.first)
+        for index in range(40):
+            CLOCK.sleep(self.each)
+            yield index
+
+
+class SlowSampler(Model):
+    workers = 0
+
+    def train_dataloader(self) -> Any:
+        keep = bool(self.workers)
+        order = Order(0.0, NAP)
+        return DataLoader(Data(), sampler=order, num_workers=self.workers, persistent_workers=keep)
+
+
+class SamplerOfWorkers(SlowSampler):
+    workers = 1
+
+
+class SlowShuffle(Model):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Data(), sampler=Order(40 * NAP, 0.0))
 
 
 class SlowTransfer(Model):
@@ -164,6 +199,9 @@ def blamed(diagnosis: Diagnosis) -> dict[str, Verdict]:
     ("model", "code", "culprit", "options"),
     [
         (SlowInput, "input-bound", "train_dataloader_next", {}),
+        (SlowSampler, "input-bound", "sampler Order", {}),
+        (SamplerOfWorkers, "input-bound", "sampler Order", {}),
+        (SlowShuffle, "epoch-restart", "first fetch", {}),
         (SlowTransfer, "transfer-bound", None, {}),
         (SlowValidation, "validation-bound", "validate.forward", {"limit_val_batches": 40}),
         (SlowScheduler, "callback-bound", "lr_scheduler_step", {}),
@@ -313,6 +351,58 @@ def test_the_workers_of_a_web_loader_are_advised(tmp_path: Path) -> None:
     (found,) = blamed(diagnose(tmp_path, Streams())).values()
     assert (found.code, found.evidence["num_workers"]) == ("input-bound", 0)
     assert "The dataset is iterable: it must divide its items among the workers" in found.advice
+
+
+def test_a_sampler_that_starts_slowly_is_not_taken_for_new_workers(tmp_path: Path) -> None:
+    """Persistent workers would not hide it: its first indices are drawn in the main process."""
+
+    class Shuffled(Model):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Data(), sampler=Order(40 * NAP, 0.0), num_workers=1)
+
+    found = blamed(diagnose(tmp_path, Shuffled()))["epoch-restart"]
+    assert "1 new worker or the first indices of sampler Order" in found.advice
+
+
+class OwnIterator(DataLoader[Any]):
+    """Works on batches in the main process, beside its workers."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            CLOCK.sleep(NAP)
+            yield batch
+
+
+class Staged(WebLoader):
+    """A second stage, in the main process."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self.pipeline.append(OwnIterator(dataset, batch_size=None))
+
+
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        lambda: OwnIterator(Data()),
+        lambda: CombinedLoader([DataLoader(Data(), num_workers=1), DataLoader(Data(NAP))]),
+        lambda: Staged(Shards()),
+    ],
+)
+def test_no_workers_are_promised_for_what_they_may_not_load(tmp_path: Path, loaders: Any) -> None:
+    """2.6x and 5x were promised for work in the main process, and for a second DataLoader."""
+
+    class Fed(Model):
+        def train_dataloader(self) -> Any:
+            return loaders()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            several = isinstance(batch[0], list)
+            return super().training_step(batch[0] if several else batch, batch_idx)
+
+    verdict = blamed(diagnose(tmp_path, Fed()))["input-bound"]
+    assert "How much of it more workers hide is not known" in verdict.advice
+    assert "advised_step_seconds" not in verdict.evidence
 
 
 def test_a_callback_is_named_with_its_hook_and_a_logger_with_its_method(tmp_path: Path) -> None:

@@ -576,6 +576,11 @@ def test_starts_of_epochs_of_unknown_length_are_no_stalls() -> None:
     ("options", "advice"),
     [
         ({"loader": Loader(2)}, "2 new workers: set persistent_workers=True"),
+        (
+            {"loader": Loader(2, sampler="Order")},
+            "2 new workers or the first indices of sampler Order: set persistent_workers=True in "
+            "the DataLoader, or make the sampler start faster.",
+        ),
         ({"loader": Loader(2), "reloads": True}, "reload_dataloaders_every_n_epochs"),
         ({"loader": Loader(0)}, "Use longer epochs."),
     ],
@@ -987,6 +992,7 @@ NAMES = {
     Action("train", "checkpoint", "checkpoint writing (Saver.on_train_epoch_end)"): "checkpoint",
     Action("train", "dataloader_next", "first fetch"): "dataloader_next",
     FETCHES: "dataloader_next",
+    Action("train", "dataloader_next", "sampler Order"): "dataloader_next",
     Action("train", "optimizer_step", "optimizer_step"): "optimizer_step",
     Action("validate", "dataloader_next", "iter"): "validation",
     Action("gc", "forward", "training_step"): "forward",
@@ -1311,6 +1317,66 @@ def test_no_workers_are_promised_while_other_programs_use_the_cpus() -> None:
     assert "other programs use 80% of the CPUs. End them first" in found.advice
 
 
+SAMPLES = Action("train", "dataloader_next", "sampler Order")
+
+
+def drawing(sampler: float, rest: float, **setup: Any) -> dict[str | None, Verdict]:
+    """The verdicts on waits of 50 ms, by culprit; seconds per batch of what is in them."""
+    signals = signals_of(
+        {**FINE, "dataloader_next": sampler + rest},
+        named={SAMPLES: every(BATCHES * sampler), FETCHES: every(BATCHES * rest)},
+        setup=Setup(cpus=8, **setup),
+    )  # fmt: skip
+    return {each.culprit: each for each in diagnose(signals).verdicts}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_are_not_advised_for_a_sampler(workers: int) -> None:
+    """It runs in the main process: 1 to 8 workers were promised to give 2.8x, and gave 1.1x."""
+    (found,) = drawing(0.05, 1e-4, loader=Loader(workers, 4)).values()
+    assert (found.code, found.culprit) == ("input-bound", SAMPLES.name)
+    assert found.share == pytest.approx(0.05 / 0.1001)
+    assert found.advice.startswith("Drawing indices takes 50.0 ms per batch.")
+    assert "advised_step_seconds" not in found.evidence
+
+
+def test_workers_hide_what_a_sampler_leaves() -> None:
+    """Of 50 ms without workers 20 are loading: both have a verdict, and each its own part."""
+    found = drawing(0.03, 0.02, loader=Loader(0, 4))
+    assert {name: each.share for name, each in found.items()} == pytest.approx(
+        {SAMPLES.name: 0.3, FETCHES.name: 0.2}
+    )
+    assert found[FETCHES.name].evidence["advised_step_seconds"] == pytest.approx(0.0805)
+    assert "num_workers=1 hides the loading" in found[FETCHES.name].advice
+
+
+def test_a_sampler_is_not_blamed_while_workers_are_too_slow() -> None:
+    """A faster one would wait for the worker, which takes 100 ms per batch."""
+    (found,) = drawing(0.03, 0.02, loader=Loader(1, 4)).values()
+    assert found.culprit == FETCHES.name
+    assert found.evidence["advised_step_seconds"] == pytest.approx(0.0805)
+
+
+@pytest.mark.parametrize(("sampler", "culprit"), [(0.1, SAMPLES.name), (0.01, "iter")])
+def test_indices_that_workers_load_ahead_are_the_sampler_s(sampler: float, culprit: str) -> None:
+    """Two workers begin an epoch with 4 batches: at 100 ms each, persistent ones save nothing."""
+    calls = {SAMPLES: every(9 * sampler, 9), FETCHES: every(0.0, 9)}
+    signals = signals_of(
+        {**FINE, "dataloader_next": 0.05 + sampler},
+        named=calls | {
+            Action("train", "dataloader_next", "iter"): every(0.5, 1),
+            Action("train", "dataloader_next", "first fetch"): every(sampler, 1),
+        },
+        setup=Setup(cpus=8, loader=Loader(2, 4)),
+    )  # fmt: skip
+    found = next(each for each in diagnose(signals).verdicts if each.code == "epoch-restart")
+    assert found.culprit == culprit
+    assert ("persistent_workers" in found.advice) == (culprit == "iter")
+    # Without workers the sampler draws the same: what they cost is the rest of the 500 ms.
+    least = f"a batch in less than {duration(0.05 - 0.4 * sampler)}"
+    assert least in found.advice
+
+
 def test_one_batch_per_epoch_is_loading_and_no_start_of_an_epoch() -> None:
     """There is no other fetch to compare with, and nothing to load ahead."""
     signals = signals_of(
@@ -1378,6 +1444,30 @@ def test_a_callback_s_start_is_not_the_first_batch() -> None:
     (verdict,) = diagnose(signals).verdicts
     assert (verdict.code, verdict.culprit, verdict.phase) == ("warmup", start.name, "callbacks")
     assert verdict.advice.startswith("Slow.on_train_start takes 2.00 s before the first batch.")
+
+
+@pytest.mark.parametrize(
+    ("first", "windows", "warmup"),
+    [(1.5, range(12), None), (1.5, [0], None), (7.5, range(12), "takes 7.50 s before the first")],
+)
+def test_what_each_epoch_begins_with_is_no_warmup(
+    first: float, windows: Sequence[int], warmup: str | None
+) -> None:
+    """A hook of 1.5 s in three epochs of each window: its first call counts if it took longer."""
+    start = Action("train", "callbacks", "Plots.on_train_epoch_start")
+    calls = [3 * (number in windows) for number in range(WINDOWS)]
+    costs = [
+        (1.5 * each + (first - 1.5) * (number == 0), each) for number, each in enumerate(calls)
+    ]
+    signals = signals_of(
+        {**FINE, "callbacks": [seconds / BATCHES for seconds, _ in costs]}, named={start: costs},
+        steps=steps(), first_step=0.05,
+    )  # fmt: skip
+    found = {each.code: each for each in diagnose(signals).verdicts}
+    assert ("warmup" in found) == (warmup is not None)
+    if warmup:
+        assert warmup in found["warmup"].advice
+        assert found["warmup"].share == pytest.approx((first - 1.5) / signals.wall.sum())
 
 
 def validation(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.late import PHASES, Late, find
+from helpers.signals import signals_of_ranks
 from helpers.windows import ranks_window, window_of
 
 from lightning_perf import Window
-from lightning_perf.diagnosis import LATENESS
+from lightning_perf.diagnosis import LATENESS, diagnose
 from lightning_perf.diagnosis.rules.ranks import Straggler, straggler_of, work_of
 from lightning_perf.timing.totals import CATEGORIES
 
@@ -88,6 +90,17 @@ def test_a_rank_that_is_late_once_is_not_chronic() -> None:
     assert found is not None
     assert (found.rank, found.phase, found.chronic) == (2, "input", False)
     assert find_straggler([usual, usual, late("dataloader_next", seconds=3.0), usual]) is None
+
+
+def test_too_few_reports_for_a_straggler_are_no_sign_of_health() -> None:
+    """In a run of three reports the rule says what it lacks; with one more it names the rank."""
+    signals = signals_of_ranks({"forward": {1: 5.0}}, {0: 5.0, 2: 5.0, 3: 5.0})
+    short = diagnose(replace(signals, windows=signals.windows[:3]))
+    why = "2 reports after the warm-up, and comparing ranks needs 3"
+    assert short.abstained["straggler"] == why
+    found = diagnose(replace(signals, windows=signals.windows[:4]))
+    assert "straggler" not in found.abstained
+    assert found.verdicts[0].culprit == "rank 1"
 
 
 def on_gpu(device: dict[str, float], host: dict[str, float]) -> Window:

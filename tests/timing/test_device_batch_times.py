@@ -224,7 +224,9 @@ def test_profiler_overhead_is_excluded(
     profiler = PyTorch(schedule="every 8ba for 2ba")
     found = train(tmp_path, device, SpeedMonitor(window_size=4), profiler)
     assert profiler.saved_traces
-    assert {value for _, value in found.of("throughput/batches_per_sec")} == {1.0}
+    rates = [value for _, value in found.of("throughput/batches_per_sec")]
+    assert rates
+    assert rates == pytest.approx([1.0] * len(rates))
 
 
 def test_failed_events_fall_back_to_host_time(

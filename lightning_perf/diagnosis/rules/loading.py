@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.rules import PROMISE, Impact, without_none
-from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING
+from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING, SAMPLER
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ _HANDOVER = 0.5e-3
 #: Measured on 2 CPUs: a batch of 7.0 ms then took 7.9, and 8.8 ms of loading 10.1 to 10.4 ms; two
 #: workers and a training thread used 85 and 88 % of the CPUs, as batches have an order.
 _ALL_BUSY, _CROWDED = 0.87, 0.74
+#: Batches that a worker loads ahead, by default.
+_AHEAD = 2
+_DRAWN = (
+    "The sampler runs in the main process, where DataLoader workers do not hide it: make it "
+    "faster, or let it iterate over indices that were prepared before."
+)
 _SHARDS = (
     " The dataset is iterable: it must divide its items among the workers, and one without a shard "
     "of its own loads nothing."
@@ -54,22 +60,35 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     waits = signals.waits
     if len(stalls.positions) and signals.phase_of(excess) == "dataloader_next":
         waits = np.maximum(waits - excess, 0.0)
-    wait, loader = signals.per_batch(waits), signals.setup.loader
+    drawing, loader = signals.drawn * waits, signals.setup.loader
+    waits = waits - drawing
+    wait, workers = signals.per_batch(waits), 0 if loader is None else loader.num_workers
+    sampler = signals.slowest(signals.samplers)
+    # While training waits for workers, a faster sampler would wait for them, too.
+    if sampler is not None and not (workers and wait > least.more * signals.step_seconds):
+        advice = f"Drawing indices takes {duration(signals.per_batch(drawing))} per batch. {_DRAWN}"
+        yield Impact(drawing, culprit=sampler.name, phase="dataloader_next", advice=advice)
     saves: float | None = None
     advised: int | None = None
     advice = (
         f"Each batch is waited for {duration(wait)}. Load batches in the background: "
         "the training data does not come from a DataLoader."
     )
-    if loader is not None:
+    if loader is not None and not loader.alone:
+        advice = (
+            f"Each batch is waited for {duration(wait)}. How much of it more workers hide is not "
+            "known: there are several DataLoaders, or code of your own works on batches in the "
+            "main process, as an __iter__ around theirs. Time each of them alone."
+        )
+    elif loader is not None:
         loading = _Loading(signals, loader, wait, least)
         advice, saves = loading.advice(), loading.saves
         advised = None if saves is None else loading.best
-    workers = None if loader is None else loader.num_workers
     evidence = without_none(
         wait_seconds=wait, step_seconds=signals.step_seconds,
         cpu_percent=signals.average("system/cpu_util_simple"),
-        iowait_percent=signals.average("system/cpu_iowait"), num_workers=workers,
+        iowait_percent=signals.average("system/cpu_iowait"),
+        num_workers=None if loader is None else workers,
         advised_workers=advised, usable_cpus=signals.setup.cpus,
     )  # fmt: skip
     if (signals.foreign or 0.0) > least.named:
@@ -251,9 +270,19 @@ def _computing(setup: Setup) -> int:
     return min(setup.threads, setup.cpus) if setup.device == "cpu" else 1
 
 
+def _ahead(signals: Signals) -> float:
+    """Seconds per epoch in which samplers draw what workers load ahead, at its start."""
+    seconds, calls = signals.total(signals.samplers)
+    loader = signals.setup.loader
+    workers = 0 if loader is None else loader.num_workers
+    return float(_AHEAD * workers * seconds.sum() / max(calls.sum(), 1.0))
+
+
 def _without_workers(signals: Signals) -> str:
     """When loading without workers is faster: how long it may take is not measured with them."""
-    cost = signals.per_batch(signals.waits + signals.restarts.seconds)
+    seconds, epochs = signals.restarts
+    starts = np.maximum(seconds - _ahead(signals) * epochs, 0.0)
+    cost = signals.per_batch((1 - signals.drawn) * signals.waits + starts)
     return f"num_workers=0 is faster if it loads a batch in less than {duration(cost)}"
 
 
@@ -266,17 +295,24 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     per_epoch = float(seconds.sum() / epochs.sum())
     advice = f"An epoch begins with {duration(per_epoch)} of waiting"
     workers = 0 if loader is None else loader.num_workers
-    if signals.setup.reloads:
+    slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
+                  key=signals.seconds)  # fmt: skip
+    sampler = signals.slowest(signals.samplers)
+    if sampler is not None and _ahead(signals) > per_epoch / 2:
+        slowest = sampler
+        advice += f", mostly for the indices of the batches that workers load ahead. {_DRAWN}"
+    elif signals.setup.reloads:
         often = "reload it less often (reload_dataloaders_every_n_epochs)"
         advice += f" for a new DataLoader: {often}."
     elif loader is not None and workers and not loader.persistent_workers:
-        advice += f" for {workers} new workers: set persistent_workers=True in the DataLoader."
+        first = f" or the first indices of {SAMPLER}{loader.sampler}" if loader.sampler else ""
+        keep = "set persistent_workers=True in the DataLoader"
+        keep += ", or make the sampler start faster" if first else ""
+        advice += f" for {counted(workers, 'new worker')}{first}: {keep}."
     else:
         advice += ". Use longer epochs."
     if workers:
         advice += f" {_without_workers(signals)}."
-    slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
-                  key=signals.seconds)  # fmt: skip
     yield Impact(
         seconds, float(epochs.sum()), slowest.name, "dataloader_next", advice=advice,
         whole_run=True,

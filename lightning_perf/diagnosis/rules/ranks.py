@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
 from lightning_perf.diagnosis.signals import STRATEGY, Unknown
-from lightning_perf.units import duration, rounded
+from lightning_perf.units import counted, duration, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -253,7 +253,11 @@ def _taken(signals: Signals) -> float:
 def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     """One rank makes the others wait."""
     windows = _windows(signals)[signals.start :]
-    late = straggler_of([work_of(window) for window in windows if window.batches], least)
+    works = [work_of(window) for window in windows if window.batches]
+    if windows and len(works) < least.fewest:
+        reports = counted(len(works), "report")
+        raise Unknown(f"{reports} after the warm-up, and comparing ranks needs {least.fewest}")
+    late = straggler_of(works, least)
     if late is None or late.seconds < LEAST:
         return
     who = f"rank {late.rank}"

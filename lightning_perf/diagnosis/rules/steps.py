@@ -14,6 +14,7 @@ from lightning_perf.diagnosis.signals import (
     GC,
     IN_BATCHES,
     RUNNING,
+    Series,
     Signals,
     Unknown,
     least_work,
@@ -40,11 +41,11 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
     if first is None or not np.isfinite(signals.steps).any():
         raise Unknown("the first batch or the others were not timed")
     median = float(np.nanmedian(signals.steps))
-    # Hooks that run once before it are not part of it.
+    # Hooks that run before it are not part of it. What they take in each epoch is no warm-up.
     hooks = [row for row in signals.rows("callbacks", "other") if row.name.endswith(_BEFORE)]
-    spent = {row: float(signals.actions[row].seconds[:1].sum()) for row in hooks}
-    before = sum(spent.values())
-    hook = max(hooks, key=spent.__getitem__, default=None)
+    calls = {row: _first_call(signals.actions[row]) for row in hooks}
+    before = sum(extra for _, extra in calls.values())
+    hook = max(hooks, key=lambda row: calls[row][1], default=None)
     # The start of the data pipeline has a rule of its own.
     lost = before + first - median - float(signals.restarts.seconds[:1].sum())
     # Waiting for a CPU meanwhile, beyond the usual wait, is not part of the warm-up.
@@ -66,7 +67,7 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
     culprit = None
     if hook is not None and before > lost / 2:
         culprit, phase = hook.name, hook.category
-        advice = f"{culprit} takes {duration(spent[hook])} before the first batch. {fades}"
+        advice = f"{culprit} takes {duration(calls[hook][0])} before the first batch. {fades}"
     else:
         advice = f"The first batch takes {duration(first)}, the others {duration(median)}. {fades}"
     if compiling > 0.5 * first:
@@ -76,6 +77,18 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
         evidence, advice, whole_run=True, on_host=False, inferred=True, highest="warning",
         within={},
     )  # fmt: skip
+
+
+def _first_call(hook: Series) -> tuple[float, float]:
+    """Seconds of a hook's first call, and how many more they are than those of a usual one.
+
+    Further calls in the first window take as long as later ones. Without these, all are usual.
+    """
+    seconds, calls = hook
+    first = 0 if calls[0] > 1 and not calls[1:].any() else 1
+    usual = float(seconds[first:].sum() / max(calls[first:].sum(), 1.0))
+    extra = max(float(seconds[0] - usual * calls[0]), 0.0)
+    return usual + extra, extra
 
 
 def recompile(signals: Signals, fewest: float) -> Iterable[Impact]:
