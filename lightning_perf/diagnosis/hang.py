@@ -97,18 +97,18 @@ LEFT = "has ended its training"
 def culprits(states: Sequence[RankState]) -> list[RankState]:
     """The ranks that the others wait for; all of them if that is not known.
 
-    Ranks that did not answer, unless they have only ended before the others. Else those that are
-    not in a collective while others are. Where all are in one, the rank that is ahead has not
-    joined an earlier one. Without a collective, as while GPUs wait for each other, it is the rank
-    that is not where most are.
+    Ranks that did not answer, unless they have only ended before the others, and those that do not
+    wait while others do. Where all wait, the rank that is ahead has not joined an earlier
+    collective. Where none is seen to, as while GPUs wait for each other, it is the rank that is not
+    where most are.
     """
     waits = any(each.waits for each in states)
-    if silent := [each for each in states if each.missing and (waits or each.missing != LEFT)]:
-        return silent
+    silent = [each for each in states if each.missing and (waits or each.missing != LEFT)]
     states = [each for each in states if not each.missing]
-    free = [each for each in states if not each.waits]
-    if 0 < len(free) < len(states):
-        return free
+    free = [each for each in states if not (_may_wait(each) if silent else each.waits)]
+    if silent or 0 < len(free) < len(states):
+        its = free if len(free) < len(states) else []
+        return sorted(silent + its, key=lambda each: each.rank)
     groups: dict[tuple[object, ...], list[RankState]] = {}
     for each in states:
         where = (each.stage, each.batch, each.category, each.place if not free else "")
@@ -118,6 +118,11 @@ def culprits(states: Sequence[RankState]) -> list[RankState]:
     if not free:
         return max(groups.values(), key=lambda group: _order(group[0]))
     return min(groups.values(), key=lambda group: (len(group), -_longest(group)))
+
+
+def _may_wait(state: RankState) -> bool:
+    """Whether it waits for other ranks, or is in backward: a GPU's wait has no name of its own."""
+    return state.waits or state.category == "backward"
 
 
 def _order(state: RankState) -> tuple[int, int]:
@@ -144,8 +149,9 @@ def sentence(states: Sequence[RankState]) -> str:
     parts = [_culprit(group, len(states)) for group in _alike(found)]
     it = "it" if len(found) == 1 else "them"
     for group in _alike(others):
-        verb = "waits" if len(group) == 1 else "wait"
-        parts.append(f"{ranks_text(group)} {verb} for {it} in {group[0].phase}{_where(group[0])}")
+        one, waits = len(group) == 1, _may_wait(group[0])
+        does = f"wait{'s' * one} for {it}" if waits else "is" if one else "are"
+        parts.append(f"{ranks_text(group)} {does} in {group[0].phase}{_where(group[0])}")
     if len(states) > 1 and all(each.waits for each in states):
         ahead = f"{ranks_text(found)} did not join a collective of the others"
         parts.append(ahead if others else "all ranks are in the same collective")

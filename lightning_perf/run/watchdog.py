@@ -318,10 +318,11 @@ class _Watch:
         if rank or self._entry is not None:
             return
         self._save(run, _stacks_of(rank), text)
-        stage, batch, _ = self._position or self._now(run)
-        state = self._describe(run, self._frames(text), pause)
-        # Where it was, and not where it is by now.
-        state = replace(state, stage=stage, batch=batch, category="", name="", missing=_FROZEN)
+        idle = time.perf_counter() - self._clock.latest
+        state = replace(self._describe(run, self._frames(text), pause), missing=_FROZEN)
+        if idle < pause / 2:  # it has gone on already, by some milliseconds
+            ended = run.counters.last_seconds > pause / 2
+            state = replace(state, batch=state.batch - ended, category="", name="")
         self._receive(run)
         began = self._time_of(run, _stacks_of(rank)) - pause * 1e9
         if self._time_of(run, REPORT) < began and self._told < self._looked:

@@ -55,10 +55,6 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "locks": (partial(Hangs, hanging.deadlock), {}, f"in forward ({line('deadlock')})"),
     "logger": (Small, {"logger": hanging.BlockedLogger()}, f"({line('socket')})"),
-    "GIL, then it goes on": (
-        partial(Hangs, partial(hanging.hold_gil, 12)), {},
-        f"the training has been in {line('gil')} for 12 s and ran no Python meanwhile: C code held",
-    ),
     "collective": (
         partial(Hangs, hanging.barrier), RANKS,
         f"rank 0 waits for it in forward (barrier, {line('barrier')}); rank 1 did not join",
@@ -171,6 +167,22 @@ def test_a_rank_that_is_the_last_to_end_is_named(tmp_path: Path) -> None:
     assert f"**rank 0 has been in set-up or the end ({line('sleep')}) for " in text
     assert "s.**" in text
     assert "| 1 | has ended its training |" in text
+
+
+@pytest.mark.slow
+def test_a_training_that_ran_no_python_says_afterwards_where_it_stood(tmp_path: Path) -> None:
+    """In which stage, batch and phase, though the watch had last looked in another stage."""
+    options: dict[str, Any] = {"limit_val_batches": 3, "num_sanity_val_steps": 0}
+    with training(tmp_path, hanging.FreezesInValidation(), **options) as process:
+        process.join()
+        assert process.exitcode == 0
+    (path,) = tmp_path.glob("*/summary.json")
+    (hang,) = read_summary(path)["hangs"]
+    assert (hang["stage"], hang["batch"], hang["phase"]) == ("validate", 1, "forward")
+    assert f"the training has been in validate, forward ({line('gil')}) for " in hang["text"]
+    assert "s and ran no Python meanwhile: C code held the GIL, or the process" in hang["text"]
+    assert "the training hangs: " in (tmp_path / "output").read_text()
+    assert "in hold_gil" in (path.parent / "hang/rank0.stacks.txt").read_text()
 
 
 @pytest.mark.slow

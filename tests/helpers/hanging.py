@@ -66,6 +66,19 @@ class HangsElsewhere(Small):
     test_step = predict_step = validation_step
 
 
+class FreezesInValidation(Small):
+    """Slow batches of training; in one of validation, C code holds the GIL for three seconds."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 1:
+            hold_gil(3)
+            time.sleep(0.5)  # the watch's thread runs before the end, on a busy machine, too
+
+
 class BlockedLogger(Records):
     """Waits for the answer of a server that accepts connections, and never answers."""
 
