@@ -90,25 +90,27 @@ _WAITS = ("DistributedDataParallel.gradients", "DistributedDataParallel.buffers"
 _NAMED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 
 
-#: `RankState.missing` of a rank whose training has ended as it should.
-LEFT = "has ended its training"
+#: `RankState.missing` of a rank whose training has ended as it should, and of another one.
+LEFT, FAILED = "has ended its training", "has ended its training by an exception"
 
 
 def culprits(states: Sequence[RankState]) -> list[RankState]:
     """The ranks that the others wait for; all of them if that is not known.
 
-    Ranks that did not answer, unless they have only ended before the others, and those that do not
-    wait while others do. Where all wait, the rank that is ahead has not joined an earlier
-    collective. Where none is seen to, as while GPUs wait for each other, it is the rank that is not
-    where most are.
+    Ranks that did not answer, and those that do not wait while others do, or while only ranks are
+    missing of which nothing is known. Else ranks that have only ended before the others. Where all
+    wait, the rank that is ahead has not joined an earlier collective. Where none is seen to, as
+    while GPUs wait for each other, it is the rank that is not where most are.
     """
-    waits = any(each.waits for each in states)
-    silent = [each for each in states if each.missing and (waits or each.missing != LEFT)]
+    silent = [each for each in states if each.missing not in ("", LEFT)]
+    gone = [each for each in states if each.missing]
     states = [each for each in states if not each.missing]
-    free = [each for each in states if not (_may_wait(each) if silent else each.waits)]
+    free = [each for each in states if not (_may_wait(each) if gone else each.waits)]
     if silent or 0 < len(free) < len(states):
-        its = free if len(free) < len(states) else []
-        return sorted(silent + its, key=lambda each: each.rank)
+        alone = len(free) == len(states) and not all(each.moves for each in silent)
+        return sorted(silent + ([] if alone else free), key=lambda each: each.rank)
+    if gone and not free:
+        return gone
     groups: dict[tuple[object, ...], list[RankState]] = {}
     for each in states:
         where = (each.stage, each.batch, each.category, each.place if not free else "")

@@ -17,7 +17,7 @@ from statistics import median_high
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.diagnosis.hang import LEFT, RankState, culprits, report, sentence
+from lightning_perf.diagnosis.hang import FAILED, LEFT, RankState, culprits, report, sentence
 from lightning_perf.errors import DAMAGE, describe, warn
 from lightning_perf.files import finite, read_json, write_text
 from lightning_perf.run import compat
@@ -91,14 +91,15 @@ class Watchdog:
         self._run, self._clock = weakref.ref(run), run.require_times().clock
         self._after, self._abort, self._found = after, abort, found
         self._poll = min(_POLL, after / 10)
-        self._signal = hold_signal()
+        self._signal, self._failed = hold_signal(), False
         self._stop, self._ready = Event(), Event()
         self._thread = Thread(target=self._loop, name="lightning_perf watchdog", daemon=True)
         self._thread.start()
         self._ready.wait(_POLL)  # the children that the training forks have the handler
 
-    def close(self, trainer: Trainer) -> None:
-        """Stop; may be called more than once."""
+    def close(self, trainer: Trainer, reason: str) -> None:
+        """Stop, for a reason as that of `PerfCallback.close`; may be called more than once."""
+        self._failed = reason == "exception"
         self._stop.set()
         self._thread.join(_POLL)
         if not self._thread.is_alive():  # otherwise a signal may still come
@@ -117,7 +118,7 @@ class Watchdog:
                     _abort(run, until=partial(self._goes_on, watch, run))
                 del run
             if (run := self._run()) is not None:
-                watch.clean(run)
+                watch.clean(run, FAILED if self._failed else LEFT)
         except Exception as error:  # never a training
             warn(f"hangs are no longer watched for ({describe(error)}).")
         finally:
@@ -217,14 +218,17 @@ class _Watch:
         self._moved, self._patience, self._phase = now, 1.0, ("", "")
         self._state, self._decides, self.reported = None, inf, False
 
-    def clean(self, run: Run) -> None:
-        """End the present hang if training went on; without a report, remove what was written."""
+    def clean(self, run: Run, how: str) -> None:
+        """End the present hang if training went on; without a report, remove what was written.
+
+        ``how`` the training has ended is sent to other ranks.
+        """
         if time.monotonic() - self._looked > self._after:  # it could not run until now
             self.look(run)
         if self._entry is not None and self.moved(run):
             self._went_on(run, time.monotonic() - self._moved)
         if run.mail is not None:
-            state = RankState(run.ranks.global_rank, LEFT, host=platform.node(), pid=os.getpid())
+            state = RankState(run.ranks.global_rank, how, host=platform.node(), pid=os.getpid())
             run.mail.send({"state": state.as_dict()})
         if self._written and not (self._keeps or self._time_of(run, REPORT)):
             for path in self._written:

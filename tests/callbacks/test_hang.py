@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,31 +127,52 @@ def test_one_report_per_hang_and_one_more_elsewhere(tmp_path: Path) -> None:
     assert "# The training stood" in reported(tmp_path)
 
 
+@contextmanager
+def two_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: Small, nodes: int = 1, **options: Any
+) -> Iterator[None]:
+    """Two processes without a common folder, which a launcher would have started."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    set_up = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    devices = 2 // nodes
+    options |= {"strategy": "ddp", "devices": devices, "num_nodes": nodes}
+    with ExitStack() as stack:
+        for rank in (0, 1):
+            (folder / str(rank)).mkdir()
+            its = {"NODE_RANK": str(rank // devices), "LOCAL_RANK": str(rank % devices)}
+            for name, value in (set_up | its).items():
+                monkeypatch.setenv(name, value)
+            stack.enter_context(training(folder / str(rank), module, **options))
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_ranks_without_a_shared_folder_find_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
     """Rank 0 names the rank that does not join, its phase and line; each keeps its own stacks."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    set_up = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    devices = 2 // nodes
-    with ExitStack() as stack:
-        for rank in (0, 1):
-            (folder := tmp_path / str(rank)).mkdir()
-            its = {"NODE_RANK": str(rank // devices), "LOCAL_RANK": str(rank % devices)}
-            for name, value in (set_up | its).items():
-                monkeypatch.setenv(name, value)
-            module = Hangs(hanging.sleep, 1)
-            options: dict[str, Any] = {"strategy": "ddp", "devices": devices, "num_nodes": nodes}
-            stack.enter_context(training(folder, module, **options))
+    with two_ranks(tmp_path, monkeypatch, Hangs(hanging.sleep, 1), nodes):
         text = reported(tmp_path / "0")
         assert f"rank 1 has been in forward ({line('sleep')}) for " in text
         assert "; rank 0 waits for it in backward" in text
         (stacks,) = until(lambda: [*tmp_path.glob("1/*/hang/rank1.stacks.txt")])
         assert "in sleep" in stacks.read_text()
     assert not [*tmp_path.glob("1/*/hang/report.md")]
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_failed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process still runs, as while a logger sends what it has; the others wait for it."""
+
+    class Sends(Records):
+        def finalize(self, status: str) -> None:
+            hanging.sleep()
+
+    with two_ranks(tmp_path, monkeypatch, Hangs(hanging.fail, 1), logger=Sends()):
+        text = reported(tmp_path / "0")
+    assert "**rank 1 has ended its training by an exception; rank 0 waits for it in back" in text
 
 
 @pytest.mark.slow

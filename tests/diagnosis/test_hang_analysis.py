@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_perf.diagnosis.hang import (
+    FAILED,
     LEFT,
     RankState,
     culprits,
@@ -37,6 +38,8 @@ def test_the_sentence_names_rank_place_and_who_waits() -> None:
 
 GPU = {"category": "forward"}
 STOPPED = {"missing": "is stopped (SIGSTOP)"}
+FAILS = {"missing": FAILED}
+UNKNOWN = {"missing": "is on another node and has not answered", "moves": True}
 CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
     "one rank": ([LOADS], [0]),
     "one that does not wait": ([WAITS, GPU, WAITS], [1]),
@@ -50,6 +53,18 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
     ),
     "one that is the last to end": ([{"missing": LEFT}, LOADS, {"missing": LEFT}], [1]),
     "one that has ended too early": ([WAITS, {"missing": LEFT}], [1]),
+    "one that has ended, while a GPU waits": (
+        [{"missing": LEFT}, {"category": "backward", "name": "backward"}],
+        [0],
+    ),
+    "one that has ended, while another waits for one that hangs": (
+        [WAITS, {"missing": LEFT}, LOADS],
+        [2],
+    ),
+    "one that has ended, and one that has failed": ([WAITS, {"missing": LEFT}, FAILS], [2]),
+    "one that has failed, and one that hangs by itself": ([WAITS, FAILS, LOADS], [1, 2]),
+    "one of which nothing is known, and one that hangs by itself": ([UNKNOWN, LOADS], [0, 1]),
+    "one of which nothing is known, and others that wait": ([UNKNOWN, WAITS], [0]),
     "one that went past a collective": (
         [{"category": "forward", "collective": "barrier"}, WAITS, GPU | {"collective": "barrier"}],
         [1],

@@ -129,6 +129,10 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def fail() -> None:
+    raise RuntimeError("planted")
+
+
 def line(marker: str) -> str:
     """The place of a line with this comment, as reports have it."""
     lines = Path(__file__).read_text().splitlines()
