@@ -8,6 +8,7 @@ import os
 import pickle
 import platform
 import pty
+import re
 import socket
 import subprocess
 import sys
@@ -112,7 +113,8 @@ def test_one_report_per_hang_and_one_more_elsewhere(tmp_path: Path) -> None:
     class Twice(Small):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx in (5, 9):
-                time.sleep({5: 3.0, 9: 12.0}[batch_idx])  # three times the first is expected
+                expected = f"# The training hangs\n.*, at batch {batch_idx}"
+                until(lambda: re.search(expected, reported(tmp_path), re.DOTALL))
             return super().training_step(batch, batch_idx)
 
     with training(tmp_path, Twice()) as process:
@@ -121,7 +123,8 @@ def test_one_report_per_hang_and_one_more_elsewhere(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*/summary.json")
     first, second = read_summary(path)["hangs"]
     assert (first["batch"], second["batch"]) == (5, 9)
-    assert first["seconds"] >= 2.5
+    assert first["seconds"] >= 1
+    assert second["seconds"] >= 2.5 * first["seconds"]  # three times the first is expected
     assert first["ended"] <= second["began"] < second["ended"]
     assert [each.name for each in path.parent.glob("report*.html")] == ["report.html"]
     assert "# The training stood" in reported(tmp_path)
@@ -210,17 +213,23 @@ def test_a_training_that_ran_no_python_says_afterwards_where_it_stood(tmp_path: 
 @pytest.mark.slow
 def test_a_rank_0_that_ran_no_python_does_not_replace_the_report(tmp_path: Path) -> None:
     """Another rank has reported it meanwhile: one warning, and one entry with batch and line."""
-    with training(tmp_path, Hangs(partial(hanging.hold_gil, 14)), **RANKS) as process:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    began = time.monotonic()
+    with training(tmp_path, Hangs(partial(hanging.hold_gil_until, fifo)), **RANKS) as process:
+        reported(tmp_path)
+        time.sleep(time.monotonic() - began)  # rank 0 may have a longer limit
+        fifo.write_text("goes on")
         process.join()
         assert process.exitcode == 0
     text = reported(tmp_path)
-    assert f"rank 0 runs no Python: C code holds the GIL, in {line('gil')}; rank 1 waits" in text
+    expected = f"rank 0 runs no Python: C code holds the GIL, in {line('gil until')}; rank 1 waits"
+    assert expected in text
     assert "# The training stood" in text
     assert (tmp_path / "output").read_text().count("the training hangs: ") == 1
     (path,) = tmp_path.glob("*/summary.json")
     (hang,) = read_summary(path)["hangs"]
-    assert (hang["batch"], hang["ranks"], hang["phase"]) == (hanging.BATCH, [0], "")
-    assert line("gil") in hang["text"]
+    assert (hang["batch"], hang["ranks"], hang["phase"]) == (hanging.BATCH, [0], "forward")
+    assert line("gil until") in hang["text"]
     assert hang["ended"]
 
 
@@ -241,15 +250,15 @@ def test_a_report_does_not_wait_for_py_spy(
     (program := tmp_path / "py-spy").write_text(PY_SPY[kind])
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(stacks, "_PY_SPY_PATIENCE", 6.0)
+    monkeypatch.setattr(stacks, "_PY_SPY_PATIENCE", 3.0)
     with training(tmp_path, Hangs(hanging.sleep_with_child)) as process:
         report = Path(until(lambda: [*tmp_path.glob("*/hang/report.md")])[0])
         assert "in forward" in report.read_text()
         its = report.with_name("rank0.stacks.txt")
-        assert "py-spy" not in its.read_text()
+        assert kind != "never ends" or "py-spy" not in its.read_text()
         expected = {
             "shows": f"native stacks dump --native --pid {process.pid}\n",
-            "never ends": "timed out after 6.0 seconds",
+            "never ends": "timed out after 3.0 seconds",
             "may not": "py-spy failed: no permission",
         }
         until(lambda: expected[kind] in its.read_text())
@@ -307,7 +316,7 @@ def test_a_hang_in_another_stage_is_reported(tmp_path: Path, stage: str) -> None
         until(lambda: f"are in {report.parent}" in (tmp_path / "output").read_text())
 
 
-PAUSE = 2.0
+PAUSE = 1.5
 
 
 class Pausing(Small):
@@ -349,21 +358,20 @@ def test_a_hang_is_passed_on_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.slow
 def test_pauses_of_half_the_limit_are_no_hang(tmp_path: Path) -> None:
-    """Twenty trainings with slow steps, samples, validations and checkpoints: no alarm."""
+    """Eight trainings with slow steps, samples, validations and checkpoints: no alarm."""
     options: dict[str, Any] = {
-        "after": f"{2 * PAUSE:.0f}s", "limit_val_batches": 3, "enable_checkpointing": True,
+        "after": f"{2 * PAUSE:.0f}s", "limit_val_batches": 2, "enable_checkpointing": True,
         "num_sanity_val_steps": 1,
     }  # fmt: skip
-    for start in range(0, 20, 10):
-        with ExitStack() as stack:
-            running = []
-            for number in range(start, start + 10):
-                (folder := tmp_path / str(number)).mkdir()
-                samples = Samples(partial(time.sleep, PAUSE))
-                running.append(stack.enter_context(training(folder, Pausing(), samples, **options)))
-            for process in running:
-                process.join()
-            assert [process.exitcode for process in running] == [0] * 10
+    with ExitStack() as stack:
+        running = []
+        for number in range(8):
+            (folder := tmp_path / str(number)).mkdir()
+            samples = Samples(partial(time.sleep, PAUSE))
+            running.append(stack.enter_context(training(folder, Pausing(), samples, **options)))
+        for process in running:
+            process.join()
+        assert [process.exitcode for process in running] == [0] * 8
     assert not [*tmp_path.rglob("hang")]
     assert not any("hangs" in read_summary(path) for path in tmp_path.rglob("summary.json"))
 
@@ -525,7 +533,8 @@ def test_stacks_of_a_training_are_shown_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By process id and by run; the training goes on."""
-    module = Hangs(partial(time.sleep, 15))
+    go_on = tmp_path / "go on"
+    module = Hangs(lambda: until(go_on.exists))
     with training(tmp_path, module, Samples(), 1, after="120s", log_every_n_steps=1) as process:
         until(lambda: _in(process.pid, "training_step"))
         capsys.readouterr()
@@ -542,6 +551,7 @@ def test_stacks_of_a_training_are_shown_at_once(
         (tmp_path / "summary.json").write_text(json.dumps(summary | {"process": {"host": "far"}}))
         assert exit_code("stacks", str(tmp_path)) == 1
         assert "runs on far" in capsys.readouterr().err
+        go_on.touch()
         process.join()
         assert process.exitcode == 0
 

@@ -76,7 +76,7 @@ class FreezesInValidation(Small):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         if batch_idx == 1:
             hold_gil(3)
-            time.sleep(0.5)  # the watch's thread runs before the end, on a busy machine, too
+            time.sleep(0.5)  # as below
 
 
 class BlockedLogger(Records):
@@ -123,6 +123,12 @@ def barrier() -> None:
 
 def hold_gil(seconds: int = 1000) -> None:
     ctypes.PyDLL(None).sleep(seconds)  # gil
+
+
+def hold_gil_until(fifo: Path) -> None:
+    pipe, buffer = os.open(fifo, os.O_RDWR), ctypes.create_string_buffer(1)
+    ctypes.PyDLL(None).read(pipe, buffer, 1)  # gil until
+    time.sleep(0.5)  # the watch's thread runs before what follows, on a busy machine, too
 
 
 def stop() -> None:
