@@ -137,8 +137,10 @@ def _longest(states: Iterable[RankState]) -> float:
     return max(each.seconds for each in states)
 
 
-def sentence(states: Sequence[RankState]) -> str:
+def sentence(states: Sequence[RankState], ranks: int = 0) -> str:
     """Which rank is where, since when, and which ranks wait for it.
+
+    ``ranks`` is how many the run has, if the states of some are left out.
 
     Example:
         >>> loads = RankState(0, stage="train", category="dataloader_next", seconds=31.0)
@@ -148,7 +150,7 @@ def sentence(states: Sequence[RankState]) -> str:
     """
     found = culprits(states)
     others = [each for each in states if each not in found and not each.missing]
-    parts = [_culprit(group, len(states)) for group in _alike(found)]
+    parts = [_culprit(group, ranks or len(states)) for group in _alike(found)]
     it = "it" if len(found) == 1 else "them"
     for group in _alike(others):
         one, waits = len(group) == 1, _may_wait(group[0])

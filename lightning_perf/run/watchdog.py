@@ -333,7 +333,7 @@ class _Watch:
             self._report(run, [state])
             return
         # Another rank has reported it meanwhile; the summary is written by this one.
-        self._found(self._entry_of(state, [state], pause) | {"ended": _clock_time(0.0)})
+        self._found(self._entry_of(run, state, [state], pause) | {"ended": _clock_time(0.0)})
         with suppress(Exception):
             run.refresh_summary()
 
@@ -430,7 +430,7 @@ class _Watch:
     def _report(self, run: Run, states: Sequence[RankState]) -> None:
         """Report the hang, whose entry in the summary ends when training goes on."""
         own = next(each for each in states if each.rank == run.ranks.global_rank)
-        self._entry = self._entry_of(own, states, time.monotonic() - self._moved)
+        self._entry = self._entry_of(run, own, states, time.monotonic() - self._moved)
         self._states, self.reported = states, True
         self._found(self._entry)
         path = self._publish(run)
@@ -440,7 +440,9 @@ class _Watch:
         warn(f"{text}. The stacks of all ranks are in {path}." if path else f"{text}.")
 
     @staticmethod
-    def _entry_of(own: RankState, states: Sequence[RankState], pause: float) -> dict[str, Any]:
+    def _entry_of(
+        run: Run, own: RankState, states: Sequence[RankState], pause: float
+    ) -> dict[str, Any]:
         """A hang as the summary has it."""
         found = culprits(states)
         return {
@@ -450,7 +452,7 @@ class _Watch:
             "batch": own.batch,
             "ranks": [each.rank for each in found],
             "phase": found[0].category,
-            "text": sentence(states),
+            "text": sentence(states, run.ranks.world_size),
         }
 
     def _publish(self, run: Run) -> Path | None:

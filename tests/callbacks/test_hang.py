@@ -229,7 +229,7 @@ def test_a_rank_0_that_ran_no_python_does_not_replace_the_report(tmp_path: Path)
     (path,) = tmp_path.glob("*/summary.json")
     (hang,) = read_summary(path)["hangs"]
     assert (hang["batch"], hang["ranks"], hang["phase"]) == (hanging.BATCH, [0], "forward")
-    assert line("gil until") in hang["text"]
+    assert f"rank 0 has been in forward ({line('gil until')}) for " in hang["text"]
     assert hang["ended"]
 
 
