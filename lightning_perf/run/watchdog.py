@@ -318,7 +318,7 @@ class _Watch:
 
     def _was_frozen(self, run: Run, pause: float) -> None:
         """No Python ran for long: C code held the GIL, or the process was stopped."""
-        text, rank = self._stacks.late(), run.ranks.global_rank
+        text, rank = self._stacks.late() or "no stacks were written\n", run.ranks.global_rank
         if rank or self._entry is not None:
             return
         self._save(run, _stacks_of(rank), text)

@@ -31,8 +31,9 @@ from helpers.hanging import Hangs, HangsElsewhere, Samples, line, training
 from helpers.small import RANKS, Records, Small, trainer
 from helpers.users import process_of_another_user
 
-from lightning_perf import ConfigError, Hang, SystemMetrics
+from lightning_perf import ConfigError, Hang, PerfWarning, SystemMetrics, Timings
 from lightning_perf.run.context import current_run
+from lightning_perf.run.watchdog import _Watch
 from lightning_perf.system import stacks
 from lightning_perf.system.stacks import PROC, dump_of, stacks_of
 from lightning_perf.tracking.summary import read_summary
@@ -208,6 +209,28 @@ def test_a_training_that_ran_no_python_says_afterwards_where_it_stood(tmp_path: 
     assert "s and ran no Python meanwhile: C code held the GIL, or the process" in hang["text"]
     assert "the training hangs: " in (tmp_path / "output").read_text()
     assert "in hold_gil" in (path.parent / "hang/rank0.stacks.txt").read_text()
+
+
+def test_a_training_that_goes_on_before_the_watch_looks_is_reported_where_it_stood(
+    tmp_path: Path,
+) -> None:
+    """Its thread may get the GIL some milliseconds late. Systems without signals have no stacks."""
+    found: list[dict[str, Any]] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            run: Any = current_run(trainer)
+            if index == 0:
+                clock = run.require_times().clock
+                self.watch = _Watch(stacks.Stacks(0), clock, 0.3, 0.03, found.append)
+            if index in (0, hanging.BATCH + 1):
+                self.watch.look(run)
+
+    module = Hangs(partial(time.sleep, 2.0))
+    with pytest.warns(PerfWarning, match="the training hangs"):
+        trainer(tmp_path, Timings(), Looks()).fit(module)
+    (hang,) = found
+    assert (hang["stage"], hang["batch"], hang["phase"]) == ("train", hanging.BATCH, "")
 
 
 @pytest.mark.slow
