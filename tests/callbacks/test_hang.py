@@ -216,19 +216,21 @@ def test_a_training_that_goes_on_before_the_watch_looks_is_reported_where_it_sto
 ) -> None:
     """Its thread may get the GIL some milliseconds late. Systems without signals have no stacks."""
     found: list[dict[str, Any]] = []
+    own = stacks.Stacks(0)
 
     class Looks(L.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             run: Any = current_run(trainer)
             if index == 0:
                 clock = run.require_times().clock
-                self.watch = _Watch(stacks.Stacks(0), clock, 0.3, 0.03, found.append)
+                self.watch = _Watch(own, clock, 0.3, 0.03, found.append)
             if index in (0, hanging.BATCH + 1):
                 self.watch.look(run)
 
     module = Hangs(partial(time.sleep, 2.0))
     with pytest.warns(PerfWarning, match="the training hangs"):
         trainer(tmp_path, Timings(), Looks()).fit(module)
+    own.close()
     (hang,) = found
     assert (hang["stage"], hang["batch"], hang["phase"]) == ("train", hanging.BATCH, "")
 
