@@ -92,7 +92,7 @@ class Hang(PerfCallback):
     def close(self, context: Run, reason: str) -> None:
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
-            watchdog.close(context.trainer)
+            watchdog.close(context.trainer, reason)
         if self._notifier is not None:
             self._notifier.close(until=hurried)
 

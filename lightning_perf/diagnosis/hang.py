@@ -90,25 +90,27 @@ _WAITS = ("DistributedDataParallel.gradients", "DistributedDataParallel.buffers"
 _NAMED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 
 
-#: `RankState.missing` of a rank whose training has ended as it should.
-LEFT = "has ended its training"
+#: `RankState.missing` of a rank whose training has ended as it should, and of another one.
+LEFT, FAILED = "has ended its training", "has ended its training by an exception"
 
 
 def culprits(states: Sequence[RankState]) -> list[RankState]:
     """The ranks that the others wait for; all of them if that is not known.
 
-    Ranks that did not answer, unless they have only ended before the others. Else those that are
-    not in a collective while others are. Where all are in one, the rank that is ahead has not
-    joined an earlier one. Without a collective, as while GPUs wait for each other, it is the rank
-    that is not where most are.
+    Ranks that did not answer, and those that do not wait while others do, or while only ranks are
+    missing of which nothing is known. Else ranks that have only ended before the others. Where all
+    wait, the rank that is ahead has not joined an earlier collective. Where none is seen to, as
+    while GPUs wait for each other, it is the rank that is not where most are.
     """
-    waits = any(each.waits for each in states)
-    if silent := [each for each in states if each.missing and (waits or each.missing != LEFT)]:
-        return silent
+    silent = [each for each in states if each.missing not in ("", LEFT)]
+    gone = [each for each in states if each.missing]
     states = [each for each in states if not each.missing]
-    free = [each for each in states if not each.waits]
-    if 0 < len(free) < len(states):
-        return free
+    free = [each for each in states if not (_may_wait(each) if gone else each.waits)]
+    if silent or 0 < len(free) < len(states):
+        alone = len(free) == len(states) and not all(each.moves for each in silent)
+        return sorted(silent + ([] if alone else free), key=lambda each: each.rank)
+    if gone and not free:
+        return gone
     groups: dict[tuple[object, ...], list[RankState]] = {}
     for each in states:
         where = (each.stage, each.batch, each.category, each.place if not free else "")
@@ -118,6 +120,11 @@ def culprits(states: Sequence[RankState]) -> list[RankState]:
     if not free:
         return max(groups.values(), key=lambda group: _order(group[0]))
     return min(groups.values(), key=lambda group: (len(group), -_longest(group)))
+
+
+def _may_wait(state: RankState) -> bool:
+    """Whether it waits for other ranks, or is in backward: a GPU's wait has no name of its own."""
+    return state.waits or state.category == "backward"
 
 
 def _order(state: RankState) -> tuple[int, int]:
@@ -130,8 +137,10 @@ def _longest(states: Iterable[RankState]) -> float:
     return max(each.seconds for each in states)
 
 
-def sentence(states: Sequence[RankState]) -> str:
+def sentence(states: Sequence[RankState], ranks: int = 0) -> str:
     """Which rank is where, since when, and which ranks wait for it.
+
+    ``ranks`` is how many the run has, if the states of some are left out.
 
     Example:
         >>> loads = RankState(0, stage="train", category="dataloader_next", seconds=31.0)
@@ -141,11 +150,12 @@ def sentence(states: Sequence[RankState]) -> str:
     """
     found = culprits(states)
     others = [each for each in states if each not in found and not each.missing]
-    parts = [_culprit(group, len(states)) for group in _alike(found)]
+    parts = [_culprit(group, ranks or len(states)) for group in _alike(found)]
     it = "it" if len(found) == 1 else "them"
     for group in _alike(others):
-        verb = "waits" if len(group) == 1 else "wait"
-        parts.append(f"{ranks_text(group)} {verb} for {it} in {group[0].phase}{_where(group[0])}")
+        one, waits = len(group) == 1, _may_wait(group[0])
+        does = f"wait{'s' * one} for {it}" if waits else "is" if one else "are"
+        parts.append(f"{ranks_text(group)} {does} in {group[0].phase}{_where(group[0])}")
     if len(states) > 1 and all(each.waits for each in states):
         ahead = f"{ranks_text(found)} did not join a collective of the others"
         parts.append(ahead if others else "all ranks are in the same collective")

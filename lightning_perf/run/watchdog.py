@@ -17,7 +17,7 @@ from statistics import median_high
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.diagnosis.hang import LEFT, RankState, culprits, report, sentence
+from lightning_perf.diagnosis.hang import FAILED, LEFT, RankState, culprits, report, sentence
 from lightning_perf.errors import DAMAGE, describe, warn
 from lightning_perf.files import finite, read_json, write_text
 from lightning_perf.run import compat
@@ -91,14 +91,15 @@ class Watchdog:
         self._run, self._clock = weakref.ref(run), run.require_times().clock
         self._after, self._abort, self._found = after, abort, found
         self._poll = min(_POLL, after / 10)
-        self._signal = hold_signal()
+        self._signal, self._failed = hold_signal(), False
         self._stop, self._ready = Event(), Event()
         self._thread = Thread(target=self._loop, name="lightning_perf watchdog", daemon=True)
         self._thread.start()
         self._ready.wait(_POLL)  # the children that the training forks have the handler
 
-    def close(self, trainer: Trainer) -> None:
-        """Stop; may be called more than once."""
+    def close(self, trainer: Trainer, reason: str) -> None:
+        """Stop, for a reason as that of `PerfCallback.close`; may be called more than once."""
+        self._failed = reason == "exception"
         self._stop.set()
         self._thread.join(_POLL)
         if not self._thread.is_alive():  # otherwise a signal may still come
@@ -117,7 +118,7 @@ class Watchdog:
                     _abort(run, until=partial(self._goes_on, watch, run))
                 del run
             if (run := self._run()) is not None:
-                watch.clean(run)
+                watch.clean(run, FAILED if self._failed else LEFT)
         except Exception as error:  # never a training
             warn(f"hangs are no longer watched for ({describe(error)}).")
         finally:
@@ -217,14 +218,17 @@ class _Watch:
         self._moved, self._patience, self._phase = now, 1.0, ("", "")
         self._state, self._decides, self.reported = None, inf, False
 
-    def clean(self, run: Run) -> None:
-        """End the present hang if training went on; without a report, remove what was written."""
+    def clean(self, run: Run, how: str) -> None:
+        """End the present hang if training went on; without a report, remove what was written.
+
+        ``how`` the training has ended is sent to other ranks.
+        """
         if time.monotonic() - self._looked > self._after:  # it could not run until now
             self.look(run)
         if self._entry is not None and self.moved(run):
             self._went_on(run, time.monotonic() - self._moved)
         if run.mail is not None:
-            state = RankState(run.ranks.global_rank, LEFT, host=platform.node(), pid=os.getpid())
+            state = RankState(run.ranks.global_rank, how, host=platform.node(), pid=os.getpid())
             run.mail.send({"state": state.as_dict()})
         if self._written and not (self._keeps or self._time_of(run, REPORT)):
             for path in self._written:
@@ -314,21 +318,22 @@ class _Watch:
 
     def _was_frozen(self, run: Run, pause: float) -> None:
         """No Python ran for long: C code held the GIL, or the process was stopped."""
-        text, rank = self._stacks.late(), run.ranks.global_rank
+        text, rank = self._stacks.late() or "no stacks were written\n", run.ranks.global_rank
         if rank or self._entry is not None:
             return
         self._save(run, _stacks_of(rank), text)
-        stage, batch, _ = self._position or self._now(run)
-        state = self._describe(run, self._frames(text), pause)
-        # Where it was, and not where it is by now.
-        state = replace(state, stage=stage, batch=batch, category="", name="", missing=_FROZEN)
+        idle = time.perf_counter() - self._clock.latest
+        state = replace(self._describe(run, self._frames(text), pause), missing=_FROZEN)
+        if idle < pause / 2:  # it has gone on already, by some milliseconds
+            ended = run.counters.last_seconds > pause / 2
+            state = replace(state, batch=state.batch - ended, category="", name="")
         self._receive(run)
         began = self._time_of(run, _stacks_of(rank)) - pause * 1e9
         if self._time_of(run, REPORT) < began and self._told < self._looked:
             self._report(run, [state])
             return
         # Another rank has reported it meanwhile; the summary is written by this one.
-        self._found(self._entry_of(state, [state], pause) | {"ended": _clock_time(0.0)})
+        self._found(self._entry_of(run, state, [state], pause) | {"ended": _clock_time(0.0)})
         with suppress(Exception):
             run.refresh_summary()
 
@@ -425,7 +430,7 @@ class _Watch:
     def _report(self, run: Run, states: Sequence[RankState]) -> None:
         """Report the hang, whose entry in the summary ends when training goes on."""
         own = next(each for each in states if each.rank == run.ranks.global_rank)
-        self._entry = self._entry_of(own, states, time.monotonic() - self._moved)
+        self._entry = self._entry_of(run, own, states, time.monotonic() - self._moved)
         self._states, self.reported = states, True
         self._found(self._entry)
         path = self._publish(run)
@@ -435,7 +440,9 @@ class _Watch:
         warn(f"{text}. The stacks of all ranks are in {path}." if path else f"{text}.")
 
     @staticmethod
-    def _entry_of(own: RankState, states: Sequence[RankState], pause: float) -> dict[str, Any]:
+    def _entry_of(
+        run: Run, own: RankState, states: Sequence[RankState], pause: float
+    ) -> dict[str, Any]:
         """A hang as the summary has it."""
         found = culprits(states)
         return {
@@ -445,7 +452,7 @@ class _Watch:
             "batch": own.batch,
             "ranks": [each.rank for each in found],
             "phase": found[0].category,
-            "text": sentence(states),
+            "text": sentence(states, run.ranks.world_size),
         }
 
     def _publish(self, run: Run) -> Path | None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_perf.diagnosis.hang import (
+    FAILED,
     LEFT,
     RankState,
     culprits,
@@ -36,13 +37,34 @@ def test_the_sentence_names_rank_place_and_who_waits() -> None:
 
 
 GPU = {"category": "forward"}
+STOPPED = {"missing": "is stopped (SIGSTOP)"}
+FAILS = {"missing": FAILED}
+UNKNOWN = {"missing": "is on another node and has not answered", "moves": True}
 CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
     "one rank": ([LOADS], [0]),
     "one that does not wait": ([WAITS, GPU, WAITS], [1]),
     "several that do not wait": ([WAITS, LOADS, GPU], [1, 2]),
-    "a stopped rank before all others": ([WAITS, LOADS, {"missing": "is stopped"}], [2]),
+    "a stopped rank": ([WAITS, WAITS, STOPPED], [2]),
+    "a stopped rank and one that hangs by itself": ([WAITS, LOADS, STOPPED], [1, 2]),
+    "a stopped rank, where no one is seen to wait": ([GPU, GPU, STOPPED], [2]),
+    "a stopped rank, where a GPU waits in backward": (
+        [STOPPED, {"category": "backward", "name": "backward"}, WAITS],
+        [0],
+    ),
     "one that is the last to end": ([{"missing": LEFT}, LOADS, {"missing": LEFT}], [1]),
     "one that has ended too early": ([WAITS, {"missing": LEFT}], [1]),
+    "one that has ended, while a GPU waits": (
+        [{"missing": LEFT}, {"category": "backward", "name": "backward"}],
+        [0],
+    ),
+    "one that has ended, while another waits for one that hangs": (
+        [WAITS, {"missing": LEFT}, LOADS],
+        [2],
+    ),
+    "one that has ended, and one that has failed": ([WAITS, {"missing": LEFT}, FAILS], [2]),
+    "one that has failed, and one that hangs by itself": ([WAITS, FAILS, LOADS], [1, 2]),
+    "one of which nothing is known, and one that hangs by itself": ([UNKNOWN, LOADS], [0, 1]),
+    "one of which nothing is known, and others that wait": ([UNKNOWN, WAITS], [0]),
     "one that went past a collective": (
         [{"category": "forward", "collective": "barrier"}, WAITS, GPU | {"collective": "barrier"}],
         [1],
@@ -62,6 +84,18 @@ def test_the_culprit_is_the_rank_that_the_others_wait_for(case: str) -> None:
     """Ranks that wait in a collective are not, but for one that is ahead."""
     of, expected = CASES[case]
     assert [each.rank for each in culprits(states(*of))] == expected
+
+
+def test_a_rank_that_hangs_by_itself_does_not_wait_for_a_stopped_one() -> None:
+    """Both are named; a rank of which it is not known is said to be where it is, and no more."""
+    sleeps = GPU | {"place": "`time.sleep(9)`, a.py:3", "seconds": 312.0}
+    assert sentence(states(WAITS, STOPPED, sleeps)) == (
+        "rank 1 is stopped (SIGSTOP); rank 2 has been in forward (`time.sleep(9)`, a.py:3) for "
+        "312 s; rank 0 waits for them in backward"
+    )
+    assert sentence(states(sleeps, STOPPED)) == (
+        "rank 1 is stopped (SIGSTOP); rank 0 is in forward (`time.sleep(9)`, a.py:3)"
+    )
 
 
 def test_the_rank_that_did_not_join_is_named() -> None:

@@ -66,6 +66,19 @@ class HangsElsewhere(Small):
     test_step = predict_step = validation_step
 
 
+class FreezesInValidation(Small):
+    """Slow batches of training; in one of validation, C code holds the GIL for three seconds."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.05)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 1:
+            hold_gil(3)
+            time.sleep(0.5)  # as below
+
+
 class BlockedLogger(Records):
     """Waits for the answer of a server that accepts connections, and never answers."""
 
@@ -112,8 +125,18 @@ def hold_gil(seconds: int = 1000) -> None:
     ctypes.PyDLL(None).sleep(seconds)  # gil
 
 
+def hold_gil_until(fifo: Path) -> None:
+    pipe, buffer = os.open(fifo, os.O_RDWR), ctypes.create_string_buffer(1)
+    ctypes.PyDLL(None).read(pipe, buffer, 1)  # gil until
+    time.sleep(0.5)  # the watch's thread runs before what follows, on a busy machine, too
+
+
 def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    raise RuntimeError("planted")
 
 
 def line(marker: str) -> str:
