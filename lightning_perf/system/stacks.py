@@ -225,7 +225,7 @@ def native_stacks(pid: int) -> str:
     command = [program, "dump", "--native", "--pid", str(pid)]
     try:
         done = subprocess.run(  # noqa: S603  no shell
-            command, capture_output=True, text=True, check=False, timeout=_PY_SPY_PATIENCE,
+            command, capture_output=True, errors="replace", check=False, timeout=_PY_SPY_PATIENCE,
             stdin=subprocess.DEVNULL, start_new_session=True,  # without a terminal for passwords
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -258,11 +258,12 @@ def test_a_rank_0_that_ran_no_python_does_not_replace_the_report(tmp_path: Path)
     assert hang["ended"]
 
 
-#: A py-spy that shows something, and one that never ends.
+#: What a py-spy may do.
 PY_SPY = {
     "shows": "#!/bin/sh\necho native stacks $*\n",
     "never ends": "#!/bin/sh\nexec sleep 1000\n",
     "may not": "#!/bin/sh\necho no permission >&2; exit 1\n",
+    "no text": "#!/bin/sh\nprintf '\\377'\n",
 }
 
 
@@ -285,6 +286,7 @@ def test_a_report_does_not_wait_for_py_spy(
             "shows": f"native stacks dump --native --pid {process.pid}\n",
             "never ends": "timed out after 3.0 seconds",
             "may not": "py-spy failed: no permission",
+            "no text": "\N{REPLACEMENT CHARACTER}",
         }
         until(lambda: expected[kind] in its.read_text())
         if kind == "shows":
