@@ -25,8 +25,8 @@ MOST_RECORDS = 1000
 #: Latest timed batches whose steps say how long a step usually takes, and how many times the median
 #: one of them counts at most: a recompilation is not usual.
 _USUAL, _OUTLIER = 100, 4
-#: Latest steps that show whether batches take another time, by a ratio.
-_LATEST, _CHANGED = 20, 1.4
+#: Latest steps that show whether batches take another time, by a ratio and by some seconds.
+_LATEST, _CHANGED, _LEAST_CHANGE = 20, 1.4, 1e-3
 #: Seconds that the end of a run waits for the device to complete its last batches.
 DEVICE_TIMEOUT = 10.0
 
@@ -293,9 +293,11 @@ def _changed(stage: _Stage) -> bool:
     if len(latest) < _LATEST:
         return False
     now = float(np.median(latest))
-    same = before / _CHANGED <= now <= before * _CHANGED
-    stage.median = before if same else now
-    return bool(before) and not same
+    within = before / _CHANGED <= now <= before * _CHANGED or abs(now - before) < _LEAST_CHANGE
+    changed = before > 0 and not within
+    if changed or not before:
+        stage.median = now
+    return changed
 
 
 def _usual(steps: Collection[float]) -> float:
