@@ -99,10 +99,10 @@ class Worker:
         return self._done(began)
 
     def _done(self, until: float) -> bool:
-        """Whether no job runs, and none waits that was due by a time."""
+        """Whether no job runs, and none waits that was due by a time; or none at all, if closed."""
         with self._guard():
-            due = self._closed or (bool(self._queue) and self._queue[0][0] <= until)
-            return not (self._running or (self._queue and due))
+            waits = bool(self._queue) and (self._closed or self._queue[0][0] <= until)
+            return not (self._running or waits)
 
     def close(self, timeout: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Refuse new jobs, run delayed ones now, and wait as `drain` does. May be called again.

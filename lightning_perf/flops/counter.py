@@ -71,7 +71,7 @@ class Counts:
 
     @property
     def flops(self) -> tuple[Mapping[str, int], ...]:
-        """All that is equal for batches of equal cost."""
+        """FLOPs by dtype of the model, with recomputation, and hidden by causal masks."""
         return self.model, self.hardware, self.hidden
 
     @property

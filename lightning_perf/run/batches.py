@@ -141,7 +141,7 @@ class _Stage:
         self.edges = deque([Sums()], maxlen=size + 1)
         #: Seconds of the latest steps.
         self.steps: deque[float] = deque(maxlen=_USUAL)
-        #: Their median before the last change.
+        #: Their median when it was last compared and differed, or first known.
         self.median = 0.0
         #: Batches that were slowed down before any step was timed.
         self.slowed: deque[BatchRecord] = deque(maxlen=MOST_RECORDS)

@@ -150,7 +150,7 @@ class FlopMeter:
         self._steps.restore()
 
     def check(self, stage: str) -> None:
-        """Count one of the next batches of a stage: they take another time."""
+        """Count one of the next batches of a stage, because its step time has changed."""
         if stage == self._stage and self._cache is not None:
             self._cache.check()
 
