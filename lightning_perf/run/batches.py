@@ -281,8 +281,8 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> list[BatchRecord]:
         usual = cache(partial(_usual, stage.steps))
         corrected = [_corrected(record, usual) for record in (*stage.slowed, *records)]
         for record in corrected:
-            # Of skipped ones that were counted: they would make all FLOPs unknown.
-            unknown = record.slowed and record.cost is None
+            # Of skipped ones that were counted: they would make the FLOPs of others unknown.
+            unknown = record.slowed and record.cost is None and stage.known
             if not (record.first or unknown):
                 stage.edges.append(stage.edges[-1].plus(record, record.seconds))
         corrected = corrected[len(stage.slowed) :]

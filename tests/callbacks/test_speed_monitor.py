@@ -14,7 +14,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from lightning_perf import ConfigError, Flops, PerfWarning, SpeedMonitor
+from lightning_perf import ConfigError, Flops, PerfWarning, SpeedMonitor, WindowCallback
+from lightning_perf.core.window import Window
 from lightning_perf.run.batches import BatchRecord, BatchTotals
 from lightning_perf.run.flop_meter import BatchCost
 
@@ -157,6 +158,53 @@ def test_elapsed_time_resumes_with_the_checkpoint(tmp_path: Path, records: Recor
     torch.load(tmp_path / "last.ckpt", weights_only=True)  # Trainer.fit has the option since 2.6
     second.fit(Slow(), ckpt_path=tmp_path / "last.ckpt")
     assert records.of("time/train")[0][1] > spent > 0.16
+
+
+def test_the_remaining_time_of_a_resumed_run_without_validation_has_none(
+    tmp_path: Path, records: Records
+) -> None:
+    """The validation of the run before it took 20 times as long as its batches."""
+
+    class Validates(Small):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            time.sleep(1)
+
+    options: dict[str, Any] = {"limit_val_batches": 1, "num_sanity_val_steps": 0}
+    first = trainer(tmp_path, SpeedMonitor(), logger=Records(), **options)
+    first.fit(Validates())
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    monitor = SpeedMonitor(window_size=4, time_unit="seconds")
+    second = trainer(tmp_path, monitor, logger=records, max_epochs=100, max_steps=32)
+    second.fit(Small(), ckpt_path=tmp_path / "last.ckpt")
+    left = [seconds for _, seconds in records.of("time/remaining_estimate")]
+    assert left
+    assert max(left) < 0.9
+
+
+def test_a_validation_without_flops_has_all_its_batches(tmp_path: Path) -> None:
+    """Of each of its loaders, but for the very first batch."""
+
+    class NoProducts(Small):
+        def validation_step(
+            self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0
+        ) -> Tensor:
+            return batch[0].sum()
+
+        def val_dataloader(self) -> Any:
+            return [self._loader() for _ in range(3)]
+
+    monitor, flops = SpeedMonitor(window_size=4), Flops(peak_flops=1e9)
+    totals: dict[str, float] = {}
+
+    class Look(WindowCallback):
+        columns = ("batch/count", "batch/samples")
+
+        def on_window(self, window: Window) -> None:
+            totals.update({name: window.since_start(name) for name in self.columns})
+
+    run = trainer(tmp_path, monitor, flops, Look(), limit_val_batches=1.0)
+    run.validate(NoProducts(), verbose=False)
+    assert totals == {"batch/count": 3 * 16 - 1, "batch/samples": 3 * 64 - 4}
 
 
 def test_a_batch_that_cannot_be_counted_warns_once(tmp_path: Path, records: Records) -> None:
