@@ -289,7 +289,7 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> list[BatchRecord]:
         stage.slowed.clear()
         return corrected
     stage.slowed.extend(record for record in records if not record.first)
-    return [record._replace(seconds=nan) if record.slowed else record for record in records]
+    return [each if each.first else each._replace(seconds=nan) for each in records]
 
 
 def _changed(stage: _Stage) -> bool:
