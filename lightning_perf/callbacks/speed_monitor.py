@@ -123,7 +123,9 @@ class SpeedMonitor(WindowCallback):
         if context.stage == "train":
             self._start = progress.timestamp("train")
         if context.stage == "train" or context.nested:
-            self._validated_at = progress.stages["train"].batch
+            # A resumed training may have no validation any more.
+            validates = context.trainer.enable_validation
+            self._validated_at = progress.stages["train"].batch if validates else 0
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:

@@ -132,7 +132,7 @@ class Signals:
 
     #: Of training, in order; the first one includes the warm-up.
     windows: Sequence[Window]
-    #: Seconds of the latest batches, in order; NaN for those that we slowed down.
+    #: Seconds of the latest batches, in order; NaN for the first one and where they are unknown.
     steps: Numbers = field(default_factory=lambda: np.empty(0))
     #: Model FLOPs of the same batches; NaN where they are unknown. Empty if all are.
     flops: Numbers = field(default_factory=lambda: np.empty(0))
@@ -404,11 +404,9 @@ class Signals:
 
     @cached_property
     def within_epochs(self) -> Numbers:
-        """Seconds of batches, with NaN for the first batch of each epoch and those slowed down."""
+        """Seconds of batches, with NaN for the first batch of each epoch."""
         steps = self.steps.copy()
         steps[self.firsts] = np.nan
-        if not self.dropped and len(steps):
-            steps[0] = np.nan
         return steps
 
     @cached_property

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from functools import cache, partial
+from math import nan
 from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,7 +173,7 @@ class BatchTotals:
         self._rolling = 0
         #: The totals of each stage.
         self.stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))
-        #: Receives the records of a stage when they are folded.
+        #: Receives the records of a stage when they are folded, with the times that count.
         self.listeners: list[Callable[[str, Sequence[BatchRecord]], None]] = []
         #: Whether any callback reads the totals.
         self.wanted = False
@@ -210,10 +213,12 @@ class BatchTotals:
             totals.records += _resolved(totals.late, self.timer.failed)
         if records := totals.records:
             totals.records = []
+            corrected = _add(totals, records)
             for listener in self.listeners:
-                listener(stage, records)
-            _add(totals, records)
-            if self._on_change and _changed(totals):
+                listener(stage, corrected)
+            # Tracers and profilers slow steps down, too.
+            traced = sys.gettrace() or sys.getprofile()
+            if self._on_change and not traced and _changed(totals):
                 self._on_change(stage)
 
     def end_stage(self, stage: str) -> None:
@@ -261,8 +266,8 @@ class RollingBatches:
         return latest.shared(self._batches.sharing)
 
 
-def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
-    later = [*stage.slowed, *(each for each in records if not each.first)]
+def _add(stage: _Stage, records: Iterable[BatchRecord]) -> list[BatchRecord]:
+    """Add batches, and return them with the seconds that count; NaN where they are unknown."""
     for record in records:
         cost = record.cost
         if cost is not None:
@@ -272,19 +277,19 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> None:
             stage.last_cost = cost
         if record.timed:
             stage.steps.append(record.seconds - record.waiting)
-    if not stage.steps:
-        stage.slowed.extend(later[len(stage.slowed) :])
-        return
-    stage.slowed.clear()
-    step = None
-    for record in later:
-        seconds = record.seconds
-        if record.slowed:
-            if record.cost is None:  # of skipped ones: it would make all FLOPs unknown
-                continue
-            step = _usual(stage.steps) if step is None else step
-            seconds = max(_without_counting(record, step), 0.0)
-        stage.edges.append(stage.edges[-1].plus(record, seconds))
+    if stage.steps:
+        usual = cache(partial(_usual, stage.steps))
+        corrected = [_corrected(record, usual) for record in (*stage.slowed, *records)]
+        for record in corrected:
+            # Of skipped ones that were counted: they would make the FLOPs of others unknown.
+            unknown = record.slowed and record.cost is None and stage.known
+            if not (record.first or unknown):
+                stage.edges.append(stage.edges[-1].plus(record, record.seconds))
+        corrected = corrected[len(stage.slowed) :]
+        stage.slowed.clear()
+        return corrected
+    stage.slowed.extend(record for record in records if not record.first)
+    return [each if each.first else each._replace(seconds=nan) for each in records]
 
 
 def _changed(stage: _Stage) -> bool:
@@ -306,13 +311,15 @@ def _usual(steps: Collection[float]) -> float:
     return float(np.minimum(seconds, _OUTLIER * np.median(seconds)).mean())
 
 
-def _without_counting(record: BatchRecord, usual: float) -> float:
-    """The time of a counted batch if it were not counted, from that of a usual step."""
-    usual += record.waiting
-    if record.counting is None:
-        return usual
-    least, most = (max(record.seconds - each, record.waiting) for each in reversed(record.counting))
-    return usual if least <= usual <= most else (least + most) / 2
+def _corrected(record: BatchRecord, usual: Callable[[], float]) -> BatchRecord:
+    """A batch with the time that it would take without counting, from that of a usual step."""
+    if record.first or not record.slowed:
+        return record
+    seconds = usual() + record.waiting
+    if record.counting is not None:
+        least, most = (max(record.seconds - c, record.waiting) for c in reversed(record.counting))
+        seconds = seconds if least <= seconds <= most else (least + most) / 2
+    return record._replace(seconds=max(seconds, 0.0))
 
 
 def _resolved(

@@ -173,7 +173,7 @@ class Collector:
             self._first = next((record.seconds for record in records if record.first), None)
         self._steps.extend(
             Step(
-                nan if record.slowed else record.seconds,
+                nan if record.first else record.seconds,
                 nan if record.cost is None else record.cost.total,
                 record.begins_epoch,
             )

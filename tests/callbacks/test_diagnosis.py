@@ -37,7 +37,7 @@ from lightning_perf import (
 from lightning_perf.background import wait_until
 from lightning_perf.callbacks import diagnosis as module
 from lightning_perf.diagnosis.signals import Signals
-from lightning_perf.run import collector, run
+from lightning_perf.run import collector, flop_meter, run
 from lightning_perf.tracking import page
 
 #: Seconds of the planted cause and of a batch without it, by a clock that only they advance.
@@ -183,6 +183,15 @@ class Stalls(Model):
         return super().training_step(batch, batch_idx)
 
 
+class StallsOfNewShapes(Stalls):
+    """Batches that stall have fewer rows, so that the FLOPs of each are counted once."""
+
+    def train_dataloader(self) -> Any:
+        rows = [1 + n // 10 if n % 10 == 7 else 8 for n in range(40)]
+        batches = [(torch.ones(n, 8), torch.zeros(n, 1)) for n in rows]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
 def diagnose(folder: Path, model: L.LightningModule, *callbacks: Any, **options: Any) -> Diagnosis:
     diagnosis = Diagnosis(terminal=False)
     given = {"max_epochs": 2, "log_every_n_steps": 10, "callbacks": [diagnosis, *callbacks]}
@@ -216,6 +225,16 @@ def test_a_cause_planted_in_the_module_is_found(
     (found,) = blamed(diagnose(tmp_path, model(), **options)).values()
     assert found.code == code
     assert culprit in (None, found.culprit)
+
+
+def test_stalls_of_counted_batches_are_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counting their FLOPs slows them down, but takes less time than they lose."""
+    monkeypatch.setattr(flop_meter, "waited_for_cpu", lambda: 0.0)
+    (found,) = blamed(diagnose(tmp_path, StallsOfNewShapes(), Flops(peak_flops=1e9))).values()
+    assert found.code == "periodic-stall"
+    assert found.evidence["stalls"] == 8
 
 
 class Optimizer(torch.optim.SGD):

@@ -68,7 +68,10 @@ def signals_of(
     batch = sum(each for name, each in seconds.items() if name != "validation")
     step = np.repeat(batch, BATCHES)
     given: dict[str, Any] = {"steps": step, "first_step": float(step[0])}
-    return Signals(windows=found, **(given | options))
+    given |= options
+    if (steps := np.array(given["steps"], dtype=float)).size and not given.get("dropped"):
+        steps[0] = np.nan  # the first batch of a run
+    return Signals(windows=found, **given | {"steps": steps})
 
 
 def signals_of_ranks(
