@@ -204,7 +204,22 @@ def test_rounding_is_measured_where_nothing_is_random() -> None:
     assert same_training(other, [base], [base] * 2, False, "fixed").startswith("not equal")
     # Other batches at other seeds are a measure themselves.
     seeded = [result(losses, batches="dcba")] * 2
-    assert same_training(rounded, [base], seeded, False, "fixed").startswith("not equal")
+    assert same_training(other, [base], seeded, False, "fixed").startswith("not equal")
+
+
+def test_random_items_in_workers_are_seldom_called_another_training() -> None:
+    """Their losses differ by chance: as those of two other seeds, but not within their range."""
+    random = np.random.default_rng(0)
+
+    def drawn(batches: str, shift: float = 0.0) -> dict[str, Any]:
+        return result(random.normal(1 + shift, 0.1, 100).tolist(), batches)
+
+    def found(shift: float) -> str:
+        seeded = [drawn("bcda"), drawn("cdab")]
+        return same_training(drawn("dabc", shift), [drawn("abcd")], seeded, True, "random")
+
+    answers = [[found(shift)[:5] for _ in range(200)] for shift in (0.0, 0.2)]
+    assert [each.count("not e") for each in answers] == [pytest.approx(0, abs=10), 200]
 
 
 def test_larger_batches_are_compared_over_the_same_samples() -> None:
