@@ -85,7 +85,7 @@ class Change:
 
     Subclasses say when a trial is worth it (`proposed`), and what changes: arguments of the
     DataLoader (`loader`) and of the Trainer (`trainer`), which are also what users then write, or
-    anything else (`apply`, `begin`, `code`).
+    anything else (`apply`, `begin`, `line`).
 
     Args:
         value: What is set, a value of JSON.
@@ -107,6 +107,8 @@ class Change:
     #: What the value is: ``loader`` or ``trainer``, and the name of an argument; with an empty name
     #: the value has several of them.
     sets: ClassVar[tuple[str, str]] = ("", "")
+    #: The code to write, with braces for the value.
+    line: ClassVar[str] = ""
     #: The name of a change that sets no argument; by default the code.
     title: ClassVar[str] = ""
 
@@ -143,7 +145,7 @@ class Change:
     @property
     def code(self) -> str:
         """Lines to write besides."""
-        return ""
+        return self.line.format(self.value)
 
     def predicted(self, seen: Seen) -> float | None:
         """The speed-up that the diagnosis promises; None if it does not."""
@@ -339,6 +341,7 @@ class MatmulPrecision(Change):
     """Compute float32 products in TensorFloat-32."""
 
     group, codes, exact = "matmul", ("compute-bound", "healthy"), False
+    line = 'torch.set_float32_matmul_precision("{}")'
 
     @override
     @classmethod
@@ -347,11 +350,6 @@ class MatmulPrecision(Change):
         exact = torch.get_float32_matmul_precision() == "highest"
         if device.type == "cuda" and exact and compat.computes_bfloat16(device):
             yield cls("high")
-
-    @property
-    @override
-    def code(self) -> str:
-        return f'torch.set_float32_matmul_precision("{self.value}")'
 
     @override
     def apply(self, trainer: Any, module: Any) -> Any:
@@ -389,7 +387,7 @@ class ChannelsLast(Change):
 
     group, codes, exact = "memory-format", _COMPUTING, False
     title = "channels_last"
-    code = "model = model.to(memory_format=torch.channels_last)"
+    line = "model = model.to(memory_format=torch.channels_last)"
 
     @override
     @classmethod
@@ -407,7 +405,7 @@ class FreezeGc(Change):
 
     group, codes = "gc", ("gc-pauses",)
     title = "gc.freeze()"
-    code = "gc.collect(); gc.freeze(); gc.set_threshold(50_000, 20, 100)  # before trainer.fit"
+    line = "gc.collect(); gc.freeze(); gc.set_threshold(50_000, 20, 100)  # before trainer.fit"
 
     @override
     @classmethod
@@ -425,6 +423,7 @@ class Threads(Change):
     """Let torch use fewer threads, which leaves CPUs to workers and other programs."""
 
     group, codes, exact = "threads", ("cpu-saturated", "input-bound"), False
+    line = "torch.set_num_threads({})"
 
     @override
     @classmethod
@@ -432,11 +431,6 @@ class Threads(Change):
         threads = torch.get_num_threads()
         if seen.device == "cpu" and threads > 1:
             yield cls(max(threads // 2, 1))
-
-    @property
-    @override
-    def code(self) -> str:
-        return f"torch.set_num_threads({self.value})"
 
     @override
     def apply(self, trainer: Any, module: Any) -> Any:
@@ -462,6 +456,7 @@ class ValidationInterval(Change):
 
     sets = "trainer", ""
     group, codes, keeps = "validation", ("validation-bound",), ("validation",)
+    line = "# Halve patience (EarlyStopping, ReduceLROnPlateau), which counts validations."
 
     @override
     @classmethod
@@ -475,11 +470,6 @@ class ValidationInterval(Change):
         yield cls(
             {"check_val_every_n_epoch": 2 * epochs} if once else {"val_check_interval": 2 * every}
         )
-
-    @property
-    @override
-    def code(self) -> str:
-        return "# Halve patience (EarlyStopping, ReduceLROnPlateau), which counts validations."
 
     @override
     def period(self, seen: Seen) -> float:
@@ -500,6 +490,7 @@ class CheckpointInterval(Change):
     """Write checkpoints less often."""
 
     group, codes, keeps = "checkpoint", ("checkpoint-bound",), ("checkpoint",)
+    line = "ModelCheckpoint(every_n_train_steps={})"
 
     @override
     @classmethod
@@ -507,11 +498,6 @@ class CheckpointInterval(Change):
         steps = seen.evidence("checkpoint-bound", "advised_batches_between")
         if steps:
             yield cls(max(steps // seen.trainer.accumulate_grad_batches, 1))
-
-    @property
-    @override
-    def code(self) -> str:
-        return f"ModelCheckpoint(every_n_train_steps={self.value})"
 
     @override
     def apply(self, trainer: Any, module: Any) -> Any:
