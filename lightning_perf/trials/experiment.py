@@ -221,8 +221,8 @@ class Experiment:
         if timed < least:
             raise TrialsFailed(
                 f"the first Trainer.fit ended after {result['done']} of the {_WARM_UP + least} "
-                "batches that trials need: raise max_epochs, max_steps or limit_train_batches, "
-                "without fast_dev_run"
+                "batches that trials need: raise max_epochs, max_steps, max_time or "
+                "limit_train_batches, without fast_dev_run"
             )
         candidates = [Candidate(**each) for each in result["candidates"]]
         batches = min(max(ceil(self._seconds / result["median"]), least), most)

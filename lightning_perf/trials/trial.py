@@ -144,14 +144,14 @@ class Trial(Callback):
 
         return call
 
-    def _fit(self, fit: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def _fit(
+        self, fit: Callable[..., Any], trainer: Any, model: Any = None, *args: Any, **kwargs: Any
+    ) -> NoReturn:
         """The fit that is tried: the process ends with it."""
         self._fits = True
         write_text(self._folder / TRAINER, "in Trainer.fit")
-        if "model" in kwargs:
-            args = (kwargs.pop("model"), *args)
         try:
-            fit(self._prepare(trainer, args[0]), *args[1:], **kwargs)
+            fit(self._prepare(trainer, model), *args, **kwargs)
         except BaseException as error:  # also SystemExit, which ends a script
             self._end(trainer, error)
         self._end(trainer)
@@ -262,6 +262,8 @@ class Trial(Callback):
             compat.end_workers(loader)
             if arguments:
                 compat.change_loader(loader, arguments)
+            if not isinstance(loader, torch.utils.data.DataLoader):
+                self._note(f"a {type(loader).__name__} is no DataLoader whose arguments are tried")
             if self._loader is None and not self._loaders:  # a stream has no truth value
                 self._record_samples(getattr(loader, "batch_sampler", None))
             elif self._loaders:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,6 +105,26 @@ def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:
     assert result["batch_size"] is None
     assert not [each["loader"] for each in result["candidates"] if each["loader"]]
     assert result["notes"] == ["arguments of several training DataLoaders are not tried"]
+
+
+def test_other_loaders_are_named(tmp_path: Path) -> None:
+    """Why no arguments of them are tried."""
+
+    class Batches:
+        def __iter__(self) -> Iterator[list[Tensor]]:
+            yield from [[torch.ones(2, WIDTH), torch.ones(2, 1)]] * 8
+
+    held = Held(tmp_path, batches=None, least=2, seconds=0.0)
+    result = held.fit(tmp_path, Small(), Batches())
+    assert result["notes"] == ["a Batches is no DataLoader whose arguments are tried"]
+
+
+def test_a_fit_without_a_module_fails_as_it_does_by_itself(tmp_path: Path) -> None:
+    held = Held(tmp_path)
+    made = trainer(tmp_path, held)
+    with pytest.raises(Ended):
+        held._fit(made.fit, made)
+    assert held.result["error"].startswith("TypeError: `model` must be a `Lightning")
 
 
 def test_an_error_in_a_worker_is_named(tmp_path: Path) -> None:
