@@ -204,14 +204,24 @@ class _Results:
         )
 
     @cached_property
+    def script(self) -> tuple[Path, Path] | None:
+        """The script, from the folder where its patch applies: programs refuse other paths."""
+        named = (Path(each).resolve() for each in self.experiment.command[1:] if each[-3:] == ".py")
+        path = next(filter(Path.is_file, named), None)
+        if path is None:
+            return None
+        here = Path.cwd()
+        folder = here if path.is_relative_to(here) else path.parent
+        return folder, path.relative_to(folder)
+
+    @cached_property
     def patch(self) -> str:
         """A diff of the script; empty if there is none without a doubt."""
-        named = (Path(each) for each in self.experiment.command[1:] if each.endswith(".py"))
-        script = next(filter(Path.is_file, named), None)
-        if script is None or not self.changes:
+        if self.script is None or not self.changes:
             return ""
+        folder, name = self.script
         with suppress(UnicodeDecodeError):
-            return advice.patch(read_bytes(script).decode(), str(script), self.changes)
+            return advice.patch(read_bytes(folder / name).decode(), name.as_posix(), self.changes)
         return ""
 
     @property
@@ -281,9 +291,10 @@ def _show(found: _Results) -> None:
     console.print(found.answer, style="bold", soft_wrap=True)
     for line in advice.lines(found.changes):
         console.print(f"  {line}", soft_wrap=True)
-    if found.patch:
-        console.print("As a patch, which is not applied; git apply does it:")
-        say(found.patch.rstrip())  # with its tabs
+    if found.patch and found.script:
+        text = f"As a patch for git apply or patch -p1 in {found.script[0]}, which is not applied:"
+        console.print(text, soft_wrap=True)
+        say(found.patch.removesuffix("\n"))  # with its tabs, and its last empty line
     for note in found.notes:
         console.print(f"Note: {note}.", soft_wrap=True)
 

@@ -98,7 +98,9 @@ def patch(source: str, name: str, changes: Sequence[Candidate]) -> str:
     if not new:
         return ""
     # Lines end at line feeds alone, as in the parser of Python and in git.
-    diff = unified_diff([*StringIO(source)], [*StringIO(new)], f"a/{name}", f"b/{name}")
+    end = "\t" if " " in name else ""  # as diff writes it: a name may end at a space
+    names = f"a/{name}{end}", f"b/{name}{end}"
+    diff = unified_diff([*StringIO(source)], [*StringIO(new)], *names)
     ended = (line if line.endswith("\n") else f"{line}\n{_NO_END}" for line in diff)
     return "".join(ended)
 

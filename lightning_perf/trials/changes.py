@@ -30,6 +30,12 @@ _ANYWHERE = {*_COMPUTING, "cpu-saturated", "warmup", "slow-precision"}
 
 #: Workers that are tried first, at most, if the diagnosis does not advise a number.
 _USUAL_WORKERS = 8
+#: Arguments that a DataLoader refuses without workers, as they are then; defaults that are others.
+_OF_WORKERS = {
+    "persistent_workers": False, "prefetch_factor": None, "timeout": 0,
+    "multiprocessing_context": None,
+}  # fmt: skip
+_DEFAULTS = {"prefetch_factor": 2}
 #: The share of the time that is most of it.
 _MOST = 0.5
 #: Of so many validations per epoch, one more or less does not matter.
@@ -47,6 +53,8 @@ class Seen(NamedTuple):
     verdicts: Mapping[str, Verdict]
     #: That the process may use.
     cpus: int
+    #: Whether the run had the start of a second epoch.
+    restarts: bool = False
 
     @property
     def device(self) -> str:
@@ -58,6 +66,12 @@ class Seen(NamedTuple):
         """The codes of the verdicts, and ``healthy`` if most of the time is the training's own."""
         elsewhere = sum(each.share for each in self.verdicts.values() if each.code not in _ANYWHERE)
         return {*self.verdicts, *(["healthy"] if elsewhere < _MOST else [])}
+
+    @property
+    def may_keep_workers(self) -> bool:
+        """Whether workers could stay between epochs, and do not yet."""
+        reloads = getattr(self.trainer, "reload_dataloaders_every_n_epochs", 0)
+        return self.restarts and not reloads and not self.loader.persistent_workers
 
     def evidence(self, code: str, name: str) -> int | None:
         """A number of a verdict's evidence, if the training has this verdict."""
@@ -71,15 +85,15 @@ class Change:
 
     Subclasses say when a trial is worth it (`proposed`), and what changes: arguments of the
     DataLoader (`loader`) and of the Trainer (`trainer`), which are also what users then write, or
-    anything else (`apply`, `begin`, `code`).
+    anything else (`apply`, `begin`, `line`).
 
     Args:
         value: What is set, a value of JSON.
 
     Example:
-        >>> change = Workers(4)
+        >>> change = Prefetch(8)
         >>> change.name, change.loader
-        ('num_workers=4', {'num_workers': 4, 'persistent_workers': True})
+        ('prefetch_factor=8', {'prefetch_factor': 8})
     """
 
     #: The name for ``--only``. Of the changes of one group, the best one is kept.
@@ -90,8 +104,11 @@ class Change:
     exact: ClassVar[bool] = True
     #: What its trials do besides training: ``validation`` and ``checkpoint``.
     keeps: ClassVar[tuple[str, ...]] = ()
-    #: What the value is: ``loader`` or ``trainer``, and the name of an argument.
+    #: What the value is: ``loader`` or ``trainer``, and the name of an argument; with an empty name
+    #: the value has several of them.
     sets: ClassVar[tuple[str, str]] = ("", "")
+    #: The code to write, with braces for the value.
+    line: ClassVar[str] = ""
     #: The name of a change that sets no argument; by default the code.
     title: ClassVar[str] = ""
 
@@ -112,17 +129,23 @@ class Change:
     @property
     def loader(self) -> dict[str, Any]:
         """Arguments of the DataLoader."""
-        return {self.sets[1]: self.value} if self.sets[0] == "loader" else {}
+        return self._arguments("loader")
 
     @property
     def trainer(self) -> dict[str, Any]:
         """Arguments of the Trainer."""
-        return {self.sets[1]: self.value} if self.sets[0] == "trainer" else {}
+        return self._arguments("trainer")
+
+    def _arguments(self, owner: str) -> dict[str, Any]:
+        kind, name = self.sets
+        if kind != owner:
+            return {}
+        return {name: self.value} if name else dict(self.value)
 
     @property
     def code(self) -> str:
         """Lines to write besides."""
-        return ""
+        return self.line.format(self.value)
 
     def predicted(self, seen: Seen) -> float | None:
         """The speed-up that the diagnosis promises; None if it does not."""
@@ -147,7 +170,7 @@ class Change:
 class Workers(Change):
     """Load batches in processes of their own."""
 
-    sets = "loader", "num_workers"
+    sets = "loader", ""
     group, codes = "input", ("input-bound",)
 
     @override
@@ -155,22 +178,20 @@ class Workers(Change):
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         if seen.loader is None:
             return
-        advised = seen.evidence("input-bound", "advised_workers")
+        advised, now = seen.evidence("input-bound", "advised_workers"), seen.loader.num_workers
         # Where the advice is not certain, trials decide: loading may wait, or need the CPUs.
-        first = advised or max(2 * seen.loader.num_workers, min(max(seen.cpus, 2), _USUAL_WORKERS))
-        yield cls(first)
+        first = advised or max(2 * now, min(max(seen.cpus, 2), _USUAL_WORKERS))
+        # A script that has workers has chosen whether they stay.
+        stay = seen.may_keep_workers and (not now or "epoch-restart" in seen.verdicts)
+        more = {"persistent_workers": True} if stay else {}
+        yield cls({"num_workers": first, **more})
         if 2 * first <= max(2 * seen.cpus, _USUAL_WORKERS // 2):
-            yield cls(2 * first)
+            yield cls({"num_workers": 2 * first, **more})
 
     @override
     def predicted(self, seen: Seen) -> float | None:
         advised = seen.evidence("input-bound", "advised_workers")
-        return super().predicted(seen) if advised == self.value else None
-
-    @property
-    @override
-    def loader(self) -> dict[str, Any]:
-        return super().loader | {"persistent_workers": True}
+        return super().predicted(seen) if advised == self.value["num_workers"] else None
 
 
 class PersistentWorkers(Change):
@@ -182,24 +203,24 @@ class PersistentWorkers(Change):
     @override
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
-        loader = seen.loader
-        reloads = getattr(seen.trainer, "reload_dataloaders_every_n_epochs", 0)
-        if loader is not None and loader.num_workers and not loader.persistent_workers | reloads:
+        if seen.loader is not None and seen.loader.num_workers and seen.may_keep_workers:
             yield cls(True)
 
 
 class NoWorkers(Change):
     """Load in the training's own process what costs less than its transfer from a worker."""
 
-    sets = "loader", "num_workers"
+    sets = "loader", ""
     group, codes = "input", ("epoch-restart", "cpu-saturated", "input-bound")
 
     @override
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
-        more = seen.evidence("input-bound", "advised_workers")
-        if seen.loader is not None and seen.loader.num_workers and not more:
-            yield cls(0)
+        more, loader = seen.evidence("input-bound", "advised_workers"), seen.loader
+        if loader is not None and loader.num_workers and not more:
+            given = {name: getattr(loader, name) for name in _OF_WORKERS}
+            unset = {k: v for k, v in _OF_WORKERS.items() if given[k] not in (v, _DEFAULTS.get(k))}
+            yield cls({"num_workers": 0, **unset})
 
 
 class Prefetch(Change):
@@ -320,6 +341,7 @@ class MatmulPrecision(Change):
     """Compute float32 products in TensorFloat-32."""
 
     group, codes, exact = "matmul", ("compute-bound", "healthy"), False
+    line = 'torch.set_float32_matmul_precision("{}")'
 
     @override
     @classmethod
@@ -328,11 +350,6 @@ class MatmulPrecision(Change):
         exact = torch.get_float32_matmul_precision() == "highest"
         if device.type == "cuda" and exact and compat.computes_bfloat16(device):
             yield cls("high")
-
-    @property
-    @override
-    def code(self) -> str:
-        return f'torch.set_float32_matmul_precision("{self.value}")'
 
     @override
     def apply(self, trainer: Any, module: Any) -> Any:
@@ -370,7 +387,7 @@ class ChannelsLast(Change):
 
     group, codes, exact = "memory-format", _COMPUTING, False
     title = "channels_last"
-    code = "model = model.to(memory_format=torch.channels_last)"
+    line = "model = model.to(memory_format=torch.channels_last)"
 
     @override
     @classmethod
@@ -388,7 +405,7 @@ class FreezeGc(Change):
 
     group, codes = "gc", ("gc-pauses",)
     title = "gc.freeze()"
-    code = "gc.collect(); gc.freeze(); gc.set_threshold(50_000, 20, 100)  # before trainer.fit"
+    line = "gc.collect(); gc.freeze(); gc.set_threshold(50_000, 20, 100)  # before trainer.fit"
 
     @override
     @classmethod
@@ -406,6 +423,7 @@ class Threads(Change):
     """Let torch use fewer threads, which leaves CPUs to workers and other programs."""
 
     group, codes, exact = "threads", ("cpu-saturated", "input-bound"), False
+    line = "torch.set_num_threads({})"
 
     @override
     @classmethod
@@ -413,11 +431,6 @@ class Threads(Change):
         threads = torch.get_num_threads()
         if seen.device == "cpu" and threads > 1:
             yield cls(max(threads // 2, 1))
-
-    @property
-    @override
-    def code(self) -> str:
-        return f"torch.set_num_threads({self.value})"
 
     @override
     def apply(self, trainer: Any, module: Any) -> Any:
@@ -441,7 +454,9 @@ class LogInterval(Change):
 class ValidationInterval(Change):
     """Validate half as often."""
 
+    sets = "trainer", ""
     group, codes, keeps = "validation", ("validation-bound",), ("validation",)
+    line = "# Halve patience (EarlyStopping, ReduceLROnPlateau), which counts validations."
 
     @override
     @classmethod
@@ -455,16 +470,6 @@ class ValidationInterval(Change):
         yield cls(
             {"check_val_every_n_epoch": 2 * epochs} if once else {"val_check_interval": 2 * every}
         )
-
-    @property
-    @override
-    def trainer(self) -> dict[str, Any]:
-        return dict(self.value)
-
-    @property
-    @override
-    def code(self) -> str:
-        return "# Halve patience (EarlyStopping, ReduceLROnPlateau), which counts validations."
 
     @override
     def period(self, seen: Seen) -> float:
@@ -485,6 +490,7 @@ class CheckpointInterval(Change):
     """Write checkpoints less often."""
 
     group, codes, keeps = "checkpoint", ("checkpoint-bound",), ("checkpoint",)
+    line = "ModelCheckpoint(every_n_train_steps={})"
 
     @override
     @classmethod
@@ -492,11 +498,6 @@ class CheckpointInterval(Change):
         steps = seen.evidence("checkpoint-bound", "advised_batches_between")
         if steps:
             yield cls(max(steps // seen.trainer.accumulate_grad_batches, 1))
-
-    @property
-    @override
-    def code(self) -> str:
-        return f"ModelCheckpoint(every_n_train_steps={self.value})"
 
     @override
     def apply(self, trainer: Any, module: Any) -> Any:

@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader
 from lightning_perf.run.compat import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 #: Loggers that write below one folder, which a trial can move.
 _FOLDER_LOGGERS = {"CSVLogger", "TensorBoardLogger"}
+#: Sections of LightningCLI's configuration with arguments of the script's own classes.
+_SECTIONS = ("data", "model")
 #: The package that this one uses: ``lightning.pytorch``, or ``pytorch_lightning`` alone.
 _OWN: Any = sys.modules[Callback.__module__.partition(".callbacks")[0]]
 
@@ -93,7 +95,7 @@ def change_loader(loader: Any, arguments: Mapping[str, Any]) -> None:
     if own["num_workers"] and own.get("prefetch_factor") is None:
         own["prefetch_factor"] = 2
     if not own["num_workers"]:
-        own.update(prefetch_factor=None, persistent_workers=False)
+        own["prefetch_factor"] = None
 
 
 def use_mixed_precision(trainer: Any, precision: str) -> None:
@@ -123,13 +125,17 @@ def command_line_config(trainer: Any) -> dict[str, Any]:
     return dict(config.as_dict()) if hasattr(config, "as_dict") else {}
 
 
-def paths_of(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, ...]]:
-    """Where a nested configuration of the data or the model has an argument."""
-    for section in ("data", "model"):
-        waiting: list[tuple[tuple[str, ...], Any]] = [((section,), config.get(section))]
-        while waiting:
-            path, here = waiting.pop()
-            if isinstance(here, dict):
-                if name in here:
-                    yield (*path, name)
-                waiting += [((*path, key), value) for key, value in here.items()]
+def path_of(config: Mapping[str, Any], name: str, value: Any) -> tuple[str, ...]:
+    """Where a nested configuration of the data or the model has an argument of this value.
+
+    Empty where it is in several places, of which one may be another DataLoader's, or in none.
+    """
+    waiting: list[tuple[tuple[str, ...], Any]] = [((key,), config.get(key)) for key in _SECTIONS]
+    found = []
+    while waiting:
+        path, here = waiting.pop()
+        if isinstance(here, dict):
+            waiting += [((*path, key), inner) for key, inner in here.items()]
+        elif path[-1] == name and here == value:
+            found.append(path)
+    return found[0] if len(found) == 1 else ()

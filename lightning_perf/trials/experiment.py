@@ -1,6 +1,7 @@
 """Runs a training many times, some batches each, with and without changes, and compares the speed.
 
-Rounds alternate in their order, so that a machine that becomes slower favours no change.
+The order within a round is drawn: neither a machine that becomes slower nor other work that comes
+back at regular times favours a change.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from contextlib import suppress
-from itertools import count, pairwise
+from itertools import pairwise
 from math import ceil, floor, inf, lcm, log, sqrt
 from pathlib import Path
 from time import monotonic
@@ -18,7 +19,7 @@ import numpy as np
 
 from lightning_perf.files import walked
 from lightning_perf.trials.process import Outcome, run_trial
-from lightning_perf.trials.proof import FEWEST, MOST, Speedup, same_training, speedup
+from lightning_perf.trials.proof import FEWEST, LOOKS, Speedup, same_training, speedup
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ _HOPELESS = 0.9
 _WARM_UP, _BATCHES = 10, (10, 5000)
 #: The shares of the time for the first run, and for changes alone, before they are combined.
 _FIRST, _ALONE = 0.25, 0.6
-#: A trial may take so many times as long as the first run, and so many seconds more.
-_SLOWER, _GRACE = 4.0, 60.0
+#: A trial may take so many times as long as the first run, and so many seconds more; and so many
+#: seconds after the time for all trials.
+_SLOWER, _GRACE, _AFTER = 4.0, 60.0, 10.0
 #: What a training does besides, in the first run.
 _ALL = ("checkpoint", "validation")
 #: Seeds of further runs as it is, which show by how much losses differ by chance.
@@ -153,8 +155,10 @@ class Experiment:
         self.allowed = 60 * minutes * _FIRST + _GRACE
         #: Trials so far, and rounds.
         self.count = self._round = 0
-        # The outcome of each trial, with its round.
+        self._order = np.random.default_rng(4)
+        # The outcome of each trial, with its round; and the one that the end of the time ended.
         self._outcomes: list[tuple[int, Setting, Outcome]] = []
+        self._ended: tuple[Setting, str] | None = None
         self.first: Outcome
         #: Files that the command wrote by itself.
         self.written: list[str] = []
@@ -174,9 +178,12 @@ class Experiment:
             TrialsFailed: The training itself does not run.
         """
         settings = [Setting((each,), tuple(each.keeps)) for each in self.start()]
-        # What can be combined needs some time afterwards.
+        # What can be combined needs some time afterwards, and so do runs of other seeds.
         share = _ALONE if len({group for each in settings for group in each.groups}) > 1 else 1.0
-        left = share * (self._end - monotonic())
+        exact = all(change.exact for each in settings for change in each.changes)
+        seeds = 0 if exact and self.first.result["dataset"] == "fixed" else len(_SEEDS)
+        last = self._end - seeds * self.first.wall_seconds
+        left = share * (last - monotonic())
         end, most = monotonic() + left, int(left / (FEWEST * max(self.first.wall_seconds, 1e-3)))
         # As many at once as there is time for; then those that are left, if others were settled.
         tried: list[Setting] = []
@@ -187,7 +194,7 @@ class Experiment:
         self.not_tried = [change for each in settings[len(tried) :] for change in each.changes]
         settings = tried
         if not any(row.better for row in map(self._row, settings)):  # nothing to combine
-            self._race(Setting(), settings, self._end)
+            self._race(Setting(), settings, last)
         helping = sorted(
             (row for row in self._rows(settings) if row.helps and row.speedup),
             key=lambda row: row.speedup.ratio if row.speedup else 0.0, reverse=True,
@@ -204,7 +211,8 @@ class Experiment:
         self.first = self.run(Setting(keeps=_ALL))
         self.written = sorted(name for name, _ in _files(Path()) - before)
         if self.first.error is not None:
-            raise TrialsFailed(f"the training fails before any change: {self.first.error}")
+            why = ": raise --minutes, unless it hangs" if self.first.late else ""
+            raise TrialsFailed(f"the training fails before any change: {self.first.error}{why}")
         result, (least, most) = self.first.result, _BATCHES
         timed, epoch = result["timed"], result.get("epoch")
         if timed < least and result["seconds"] > self._seconds:
@@ -212,7 +220,9 @@ class Experiment:
             raise TrialsFailed(f"{slow} {_WARM_UP + least} of them: raise --minutes")
         if timed < least:
             raise TrialsFailed(
-                f"the training has {timed} batches after {_WARM_UP} of warm-up; trials need {least}"
+                f"the first Trainer.fit ended after {result['done']} of the {_WARM_UP + least} "
+                "batches that trials need: raise max_epochs, max_steps, max_time or "
+                "limit_train_batches, without fast_dev_run"
             )
         candidates = [Candidate(**each) for each in result["candidates"]]
         batches = min(max(ceil(self._seconds / result["median"]), least), most)
@@ -246,7 +256,12 @@ class Experiment:
             "seed": setting.seed, "only": self.only,
         }  # fmt: skip
         folder = self._shared / str(self.count)
-        return run_trial(self.command, self._shared, folder, spec, self.allowed)
+        limit = min(self.allowed, max(self._end - monotonic(), 0.0) + _AFTER)
+        outcome = run_trial(self.command, self._shared, folder, spec, limit)
+        if batches and outcome.result and not outcome.result["timed"]:
+            why = f"the training ended after {outcome.result['done']} batches"
+            return outcome._replace(result={}, error=why)
+        return outcome
 
     # -- rounds -----------------------------------------------------------------------------------
 
@@ -254,22 +269,26 @@ class Experiment:
         self, reference: Setting, settings: Sequence[Setting], until: float, *also: Setting
     ) -> None:
         """Measure settings beside a reference, until all are settled or the time is up."""
-        for number in count():
+        while True:
             left = [each for each in settings if not self._is_settled(each, reference)]
             if not left:
                 return
             kept = {each.keeps for each in left}
             order = [*(reference._replace(keeps=keeps) for keeps in sorted(kept)), *also, *left]
             self._round += 1
-            for setting in reversed(order) if number % 2 else order:
+            for place in self._order.permutation(len(order)):
                 if monotonic() + self.first.wall_seconds > until:
                     return
-                self._measure(setting)
+                self._measure(order[place])
 
     def _measure(self, setting: Setting) -> None:
         outcome = self.run(setting)
-        hangs = outcome.wall_seconds > self.allowed
-        if outcome.error and not (setting.changes or self._whole or hangs or self._of(setting)):
+        if outcome.late and monotonic() > self._end:  # it may be no failure
+            self._ended = setting, f"{outcome.error}, at the end of --minutes"
+            return
+        if outcome.error and not (
+            setting.changes or self._whole or outcome.late or self._of(setting)
+        ):
             # It may need what trials leave out, such as a metric of validation.
             self._whole = True
             self._outcomes.clear()  # they have done less
@@ -285,7 +304,9 @@ class Experiment:
         if self._failure(setting) or (len(logs) > 1 and max(logs) < log(_HOPELESS)):
             return True
         found = self._speedup(setting, reference)
-        return found is not None and (found.settled or found.rounds >= MOST)
+        if found is None or found.rounds not in LOOKS:
+            return False
+        return found.settled or found.rounds == LOOKS[-1]
 
     def _combined(self, helping: Sequence[Row]) -> Row | None:
         """Add one change after the other to the best one, if the sum is faster."""
@@ -339,7 +360,8 @@ class Experiment:
         rows = [self._row(each) for each in settings]
         if any(row.better and row.same.startswith("unknown (") for row in rows):
             for seed in _SEEDS:
-                if not self._of(Setting(seed=seed)):
+                in_time = monotonic() + self.first.wall_seconds <= self._end
+                if in_time and not self._of(Setting(seed=seed)):
                     self._measure(Setting(seed=seed))
             rows = [self._row(each) for each in settings]
         return rows
@@ -348,6 +370,8 @@ class Experiment:
         ours = list(self._of(setting).values())
         theirs = list(self._of(Setting(keeps=setting.keeps)).values())
         failure = self._failure(setting)
+        if failure is None and self._ended and self._ended[0] == setting and not ours:
+            failure = self._ended[1]
         if not theirs and (also := self._failure(Setting(keeps=setting.keeps))):
             failure = f"as it is fails, too, in a trial: {also}"
         if failure or not (ours and theirs):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: The environment variable with the file of a trial's settings, the file of its result, and one
-#: that says that there was a Trainer.
+#: that says that there was a Trainer, and that it fits.
 VARIABLE, RESULT, TRAINER = "LIGHTNING_PERF_TRIAL", "result.json", "trainer"
 #: Seconds between looks at a process.
 _PAUSE = 0.2
@@ -45,6 +45,8 @@ class Outcome(NamedTuple):
     wall_seconds: float
     #: The most memory that its processes had, in bytes.
     host_memory: int
+    #: Whether it was ended at its limit of time.
+    late: bool = False
 
     @property
     def per_batch(self) -> float:
@@ -96,14 +98,12 @@ def run_trial(
     try:
         result = read_json(folder / RESULT)
         error = result.get("error")
-        if error is None and not result["timed"]:
-            error = "the training ended before the batches that are timed"
     except FileNotFoundError:
         result, error = {}, _without_result(process, output, wall, in_time)
     except (OSError, *DAMAGE) as why:
         result, error = {}, f"its result is not readable: {why}"
     shutil.rmtree(folder, ignore_errors=True)
-    return Outcome({} if error else result, error, wall, memory)
+    return Outcome({} if error else result, error, wall, memory, late=not (in_time or result))
 
 
 def _environment(shared: Path, spec: Path) -> dict[str, str]:
@@ -147,11 +147,17 @@ def _without_result(
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if process.returncode:
         lines = [found[1] for line in lines if (found := _EXCEPTION.fullmatch(line))] or lines
-    last = printable(lines[-1])[:_LINE] if lines else f"exit code {process.returncode}"
-    if process.returncode:
-        return last
-    if (output.parent / TRAINER).exists():
-        return "the command constructed a Trainer, and ended without Trainer.fit"
+    code, mark = process.returncode, output.parent / TRAINER
+    last = printable(lines[-1])[:_LINE] if lines else f"exit code {code}"
+    seen = mark.read_text() if mark.exists() else None
+    if code < 0 or seen:  # errors in fit are results
+        how = f"signal {-code}, 9 where memory runs out" if code < 0 else f"exit code {code}"
+        return f"the process ended {seen or 'before Trainer.fit'} ({how}; the last line: {last})"
+    if code:
+        hint = ": trials have no standard input, so give it as an argument or a file"
+        return last + hint if last.startswith("EOFError") else last
+    if seen is not None:
+        return "there is nothing to try: a Trainer was constructed, but Trainer.fit is not called"
     return (
         "no Trainer was seen. If another program starts the training, with another environment "
         "(ssh, sudo, docker, sbatch), put lightning-perf try into the command that it runs. "

@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     #: The result of a trial.
     Result = Mapping[str, Any]
 
-#: Rounds of a comparison. It is looked at after each one from the first number on.
-FEWEST, MOST = 3, 7
-#: Student's quantile of 0.995, by degrees of freedom. Five looks at intervals of 99 % are together
-#: wrong at most as often as one look at 95 %.
-_STUDENT = {2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707}
+#: Rounds after which a comparison is looked at; the last number are all that it has.
+LOOKS = (3, 4, 5, 8, 12)
+FEWEST = LOOKS[0]
+#: Student's quantile of 0.995, from 2 degrees of freedom on. Five looks at intervals of 99 % are
+#: together wrong at most as often as one look at 95 %.
+_STUDENT = (9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.25, 3.169, 3.106)
 #: A smaller gain is not worth a change.
 LEAST = 0.02
+#: Two means of other batches differ by fewer standard errors in 95 % of cases.
+_CHANCES = 2.77
 #: What is compared, in this order.
-_COMPARED = ("samples", "batches", "losses")
+_LOADED, _COMPUTED = ("samples", "batches"), ("losses", "weights")
 
 
 class Speedup(NamedTuple):
@@ -60,7 +63,7 @@ def speedup(logs: Sequence[float], noise: float) -> Speedup:
     if count < FEWEST:
         return Speedup(exp(mean), 0.0, inf, count)
     spread = max(float(np.std(logs, ddof=1)), noise)
-    half = _STUDENT[min(count - 1, max(_STUDENT))] * spread / sqrt(count)
+    half = _STUDENT[min(count, LOOKS[-1]) - FEWEST] * spread / sqrt(count)
     return Speedup(exp(mean), exp(mean - half), exp(mean + half), count)
 
 
@@ -76,7 +79,7 @@ def same_training(
 
     ``equal``: batches and losses are the same bit by bit. ``alike``: they may differ, and losses
     differ no more than those of other seeds. ``not equal``: anything else. ``unknown``: the losses
-    are.
+    are, and may differ.
 
     Args:
         ours: The result of a trial with the change.
@@ -92,23 +95,25 @@ def same_training(
         return _within(ours, base, seeded, "other batches")
     if resident and any(each.get("dataset_changes") for each in baselines):
         return "not equal: the training changes the dataset, which persistent workers do not see"
-    name = next((each for each in _COMPARED if _difference(base, ours, each) is not None), None)
+    compared = (*_LOADED, *_COMPUTED)
+    name = next((each for each in compared if _difference(base, ours, each) is not None), None)
     if name is None:
-        return "equal" if base["losses"] else "unknown"
+        return "equal"
     if any(_difference(base, each, name) is not None for each in again):
         # Workers may repeat a stream, and copy a state such as a generator of random numbers.
-        if dataset in ("unknown", "stateful") and name != "losses":
+        if dataset in ("unknown", "stateful") and name in _LOADED:
             return "unknown: two runs as it is have other batches, too"
         return _within(ours, base, seeded, "two runs as it is differ, too")
     if name == "batches" and dataset == "random":
         return _within(ours, base, seeded, "the dataset draws random numbers, in each process")
-    if name == "losses" and not exact:
+    if name in _COMPUTED and not exact:
         return _within(ours, base, seeded, "rounding")
     number = _difference(base, ours, name)
     return {
         "samples": f"not equal: batch {number} has other samples",
         "batches": f"not equal: batch {number} differs",
         "losses": f"not equal: the loss of batch {number} differs",
+        "weights": "not equal: the weights after some batches differ",
     }[name]
 
 
@@ -134,9 +139,10 @@ def _within(ours: Result, base: Result, seeded: Sequence[Result], why: str) -> s
     level, *others = (_level(each) for each in (ours, base, *seeded))
     if not seeded or not all(map(isfinite, others)):
         return f"unknown ({why})"
-    limit = max(abs(a - b) for a, b in combinations(others, 2))
-    if all(each[name] == base[name] for each in seeded for name in ("samples", "batches")):
-        limit = max(limit, _chance(base))  # no seed has other batches
+    # Three levels have a range that a fourth one, as good, exceeds in three of ten cases.
+    same = all(each[name] == base[name] for each in seeded for name in _LOADED)
+    chance = _chance(base) * (1 if same else _CHANCES)
+    limit = max(chance, *(abs(a - b) for a, b in combinations(others, 2)))
     if abs(level - others[0]) <= limit:
         return f"alike ({why})"  # not with NaN
     return f"not equal: losses differ by more than those of other seeds ({why})"

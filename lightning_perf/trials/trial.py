@@ -111,10 +111,11 @@ class Trial(Callback):
         self._seconds: list[float] = []
         self._losses: list[Tensor] = []
         self._batches: list[str] = []
+        self._weights: list[str] = []
         self._samples: list[str] = []
         # Of the dataset at the end of an epoch; whether the training changes it before the next.
         self._state: str | None = None
-        self._dataset_changes = False
+        self._dataset_changes = self._restarts = False
         self._done = 0
         #: The first run's own callback, which diagnoses.
         self.suite: Any = None
@@ -143,13 +144,14 @@ class Trial(Callback):
 
         return call
 
-    def _fit(self, fit: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def _fit(
+        self, fit: Callable[..., Any], trainer: Any, model: Any = None, *args: Any, **kwargs: Any
+    ) -> NoReturn:
         """The fit that is tried: the process ends with it."""
         self._fits = True
-        if "model" in kwargs:
-            args = (kwargs.pop("model"), *args)
+        write_text(self._folder / TRAINER, "in Trainer.fit")
         try:
-            fit(self._prepare(trainer, args[0]), *args[1:], **kwargs)
+            fit(self._prepare(trainer, model), *args, **kwargs)
         except BaseException as error:  # also SystemExit, which ends a script
             self._end(trainer, error)
         self._end(trainer)
@@ -260,6 +262,8 @@ class Trial(Callback):
             compat.end_workers(loader)
             if arguments:
                 compat.change_loader(loader, arguments)
+            if not isinstance(loader, torch.utils.data.DataLoader):
+                self._note(f"a {type(loader).__name__} is no DataLoader whose arguments are tried")
             if self._loader is None and not self._loaders:  # a stream has no truth value
                 self._record_samples(getattr(loader, "batch_sampler", None))
             elif self._loaders:
@@ -331,7 +335,11 @@ class Trial(Callback):
     ) -> None:
         """Time the batch; end the process after the last one."""
         self._done += 1
+        self._restarts |= self._state is not None
         spec, timed = self.spec, self._done - self.spec.warm_up
+        # In later epochs, the order of samples may be another one.
+        if self._done == min(spec.warm_up, trainer.num_training_batches):
+            self._weights = [digest([*pl_module.parameters()])]
         if timed == 0 or timed == spec.batches:
             synchronize(trainer)
         now = perf_counter()
@@ -384,11 +392,13 @@ class Trial(Callback):
         content: dict[str, Any] = {
             "seconds": sum(self._seconds),
             "timed": len(self._seconds),
+            "done": self._done,
             "median": float(np.median(self._seconds)) if self._seconds else None,
             "startup": self._startup,
             "losses": [repr(float(loss)) for loss in self._losses],
             "batches": self._batches,
             "samples": self._samples[: self.spec.warm_up],
+            "weights": self._weights,
             "memory": torch.cuda.max_memory_allocated() if cuda else None,
             "batch_size": loader_batch_size(self._loader),
             "epoch": int(epoch) if np.isfinite(epoch) else None,
@@ -412,6 +422,7 @@ class Trial(Callback):
         seen = Seen(
             trainer, trainer.lightning_module, loader,
             {verdict.code: verdict for verdict in reversed(verdicts)}, usable_cpus(),
+            self._restarts,
         )  # fmt: skip
         config = compat.command_line_config(trainer)
         candidates = []
@@ -419,7 +430,8 @@ class Trial(Callback):
             arguments: dict[tuple[str, ...], Any] = {}
             arguments |= {("trainer", key): value for key, value in change.trainer.items()}
             for key, value in change.loader.items():
-                arguments |= dict.fromkeys(compat.paths_of(config, key), value)
+                if path := compat.path_of(config, key, getattr(loader, key)):
+                    arguments[path] = value
             candidates.append({
                 "kind": type(change).__name__, "value": change.value, "name": change.name,
                 "group": change.group, "exact": change.exact, "keeps": list(change.keeps),
@@ -437,6 +449,8 @@ class Trial(Callback):
 
 def _reason(error: BaseException) -> str:
     """The line that says why; of an error in a worker the last one of the traceback within."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r}) is called in Trainer.fit"
     if "Traceback (most recent call last):" in str(error):
         return redacted(str(error).strip().splitlines()[-1])
     return describe(error).partition("\n")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,9 @@ from helpers.processes import has_ended
 from mlflow import MlflowClient
 
 from lightning_perf import Verdict
-from lightning_perf.trials.experiment import Experiment, Row, Setting
+from lightning_perf.trials.experiment import Candidate, Experiment, Row, Setting
 from lightning_perf.trials.process import Outcome
+from lightning_perf.trials.proof import speedup
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,37 @@ def test_an_earlier_file_keeps_no_old_change(
     target.write_text("# Written by lightning-perf try\ntrainer: {precision: bf16-mixed}\n")
     assert call(capsys, "try", "-o", str(target), "true")[0] == 0
     assert yaml.safe_load(target.read_text()) == {}
+
+
+WORKERS = Candidate(
+    "Workers", {}, "num_workers=2", "input", True, [], None, 1, {}, {"num_workers": 2}, "", []
+)
+
+
+@pytest.mark.parametrize("command", [["git", "apply"], ["patch", "-p1"]])
+@pytest.mark.parametrize("name", ["train.py", "{}/train.py", "../here/train.py", "../train.py"])
+def test_the_printed_patch_applies(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: list[str],
+    name: str,
+) -> None:
+    """All that is printed is given to it, in the folder that is named; the script ends empty."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    script = Path(name.format(here))
+    script.write_text("DataLoader(x)\n\n")
+    row = Row(Setting((WORKERS,)), speedup([0.5] * 3, 0.01), "equal")
+    monkeypatch.setattr(Experiment, "results", lambda self: ([row], row))
+    first = Outcome({"verdicts": HEALTHY, "notes": ["a note"]}, None, 1.0, 0)
+    monkeypatch.setattr(Experiment, "first", first, raising=False)
+    _, out, _ = call(capsys, "try", "--", "true", str(script))
+    folder = re.search(r"patch -p1 in (.+), which", out)
+    assert folder
+    subprocess.run(command, cwd=folder[1], input=out.encode(), check=True)
+    assert script.read_text() == "DataLoader(x, num_workers=2)\n\n"
 
 
 #: A training that does not end by itself.

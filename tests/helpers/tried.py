@@ -32,7 +32,7 @@ class FourWorkers(Workers):
 
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
-        yield cls(4)
+        yield cls({"num_workers": 4, "persistent_workers": True})
 
 
 class Items(Dataset[tuple[Tensor, Tensor]]):

@@ -32,11 +32,11 @@ THREADS = [f"torch.set_num_threads({n // 2})" for n in [torch.get_num_threads()]
 
 
 def seen(tmp_path: Path, *verdicts: Verdict, loader: Any = None, **options: Any) -> Seen:
-    module = options.pop("module", None) or Small()
+    module, restarts = options.pop("module", None) or Small(), options.pop("restarts", False)
     made = trainer(tmp_path, **options)
     made.strategy.connect(module)
     loader = loader or DataLoader(list(range(64)), batch_size=4)
-    return Seen(made, module, loader, {each.code: each for each in verdicts}, cpus=4)
+    return Seen(made, module, loader, {each.code: each for each in verdicts}, 4, restarts)
 
 
 def names(found: Seen, *only: str) -> list[str]:
@@ -61,11 +61,54 @@ def test_uncertain_advice_is_tried(tmp_path: Path) -> None:
 
 def test_workers_that_start_in_each_epoch_are_kept(tmp_path: Path) -> None:
     loader = DataLoader(list(range(64)), num_workers=1)
-    found = names(seen(tmp_path, verdict("epoch-restart"), loader=loader))
+    starts = verdict("epoch-restart")
+    found = names(seen(tmp_path, starts, loader=loader, restarts=True))
     assert found == ["persistent_workers=True", "num_workers=0"]
-    reloads = {"reload_dataloaders_every_n_epochs": 1}
-    found = names(seen(tmp_path, verdict("epoch-restart"), loader=loader, **reloads))
+    reloads = {"reload_dataloaders_every_n_epochs": 1, "restarts": True}
+    found = names(seen(tmp_path, starts, loader=loader, **reloads))
     assert found == ["num_workers=0"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "codes", "options", "stay"),
+    [
+        ({}, [], {"restarts": True}, True),
+        ({}, [], {}, False),  # a trial has no end of an epoch: nothing is measured of it
+        ({}, [], {"restarts": True, "reload_dataloaders_every_n_epochs": 1}, False),
+        ({"num_workers": 1}, [], {"restarts": True}, False),  # the script's choice
+        ({"num_workers": 1}, ["epoch-restart"], {"restarts": True}, True),
+        ({"num_workers": 1, "persistent_workers": True}, [], {"restarts": True}, False),
+    ],
+)
+def test_workers_stay_only_where_that_is_measured(
+    tmp_path: Path, loader: Any, codes: list[str], options: Any, stay: bool
+) -> None:
+    """What is proposed has no more arguments than are needed."""
+    waits = [verdict(code) for code in ("input-bound", *codes)]
+    data = DataLoader(list(range(64)), **loader)
+    first = next(iter(proposals(seen(tmp_path, *waits, loader=data, **options))))
+    assert first.loader == {"num_workers": 4, **({"persistent_workers": True} if stay else {})}
+
+
+@pytest.mark.parametrize(
+    ("given", "unset"),
+    [
+        ({}, {}),
+        ({"persistent_workers": True, "timeout": 9}, {"persistent_workers": False, "timeout": 0}),
+        (
+            {"prefetch_factor": 4, "multiprocessing_context": "spawn"},
+            {"prefetch_factor": None, "multiprocessing_context": None},
+        ),
+    ],
+)
+def test_what_needs_workers_goes_with_them(tmp_path: Path, given: Any, unset: Any) -> None:
+    """DataLoader refuses it without workers; the line to write is valid."""
+    loader = DataLoader(list(range(64)), num_workers=1, **given)
+    (change,) = proposals(seen(tmp_path, verdict("cpu-saturated"), loader=loader), ("input",))
+    assert change.loader == {"num_workers": 0, **unset}
+    DataLoader(list(range(64)), **(given | change.loader))
+    compat.change_loader(loader, change.loader)
+    assert len(list(loader)) == 64
 
 
 def test_what_takes_the_time_is_tried(tmp_path: Path) -> None:
@@ -271,18 +314,18 @@ class Where(Dataset[tuple[int, int]]):
 def test_a_loader_is_changed_in_place() -> None:
     """Its iterator uses the new arguments, and the order of samples stays."""
     loader = DataLoader(Where(), batch_size=2)
-    compat.change_loader(loader, changes.Workers(2).loader)
+    compat.change_loader(loader, {"num_workers": 2, "persistent_workers": True})
     assert (loader.prefetch_factor, loader.persistent_workers) == (2, True)
     compat.change_loader(loader, {"num_workers": 1})
     next(iter(loader))  # such as a look at the data: this worker stays
-    compat.change_loader(loader, changes.Workers(2).loader)
+    compat.change_loader(loader, {"num_workers": 2, "persistent_workers": True})
     compat.end_workers(loader)
     workers, items = zip(*loader, strict=True)
     assert {int(each) for batch in workers for each in batch} == {0, 1}
     assert torch.cat(items).tolist() == list(range(12))
     compat.change_loader(loader, changes.Prefetch(8).loader | {"persistent_workers": False})
     assert loader.prefetch_factor == 8
-    compat.change_loader(loader, changes.NoWorkers(0).loader)
+    compat.change_loader(loader, {"num_workers": 0, "persistent_workers": False})
     assert loader.prefetch_factor is None
     batches = [batch[0].tolist() for batch in loader]
     assert batches == 6 * [[-1, -1]]
@@ -347,11 +390,20 @@ def test_random_collation_is_random() -> None:
 
 def test_places_in_the_configuration_of_a_command_line() -> None:
     """With and without subclasses of the data module; none for what is no argument."""
-    plain = {"data": {"num_workers": 0}, "trainer": {"num_workers": 1}}
-    assert list(compat.paths_of(plain, "num_workers")) == [("data", "num_workers")]
+    plain = {"data": {"num_workers": 0}, "trainer": {"num_workers": 0}}
+    assert compat.path_of(plain, "num_workers", 0) == ("data", "num_workers")
     nested = {"data": {"class_path": "Data", "init_args": {"num_workers": 0}}, "model": None}
-    assert list(compat.paths_of(nested, "num_workers")) == [("data", "init_args", "num_workers")]
-    assert list(compat.paths_of(nested, "pin_memory")) == []
+    assert compat.path_of(nested, "num_workers", 0) == ("data", "init_args", "num_workers")
+    assert compat.path_of(nested, "pin_memory", False) == ()
+
+
+def test_a_doubtful_place_in_a_configuration_is_none() -> None:
+    """Arguments of two loaders, of which one is measured; and a value that is not the loader's."""
+    two = {"data": {"train": {"batch_size": 4}, "val": {"batch_size": 4}}}
+    assert compat.path_of(two, "batch_size", 4) == ()
+    two["data"]["val"]["batch_size"] = 8
+    assert compat.path_of(two, "batch_size", 4) == ("data", "train", "batch_size")
+    assert compat.path_of({"data": {"batch_size": 64}}, "batch_size", 32) == ()
 
 
 def test_items_of_a_stream_are_unknown() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers.small import WIDTH, Small, trainer
+from helpers.small import WIDTH, Small, TwoOptimizers, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_perf.trials.changes import Change, LargerBatch
+from lightning_perf.trials.process import TRAINER
 from lightning_perf.trials.trial import Spec, Trial, _reason
 
 
@@ -104,6 +107,26 @@ def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:
     assert result["notes"] == ["arguments of several training DataLoaders are not tried"]
 
 
+def test_other_loaders_are_named(tmp_path: Path) -> None:
+    """Why no arguments of them are tried."""
+
+    class Batches:
+        def __iter__(self) -> Iterator[list[Tensor]]:
+            yield from [[torch.ones(2, WIDTH), torch.ones(2, 1)]] * 8
+
+    held = Held(tmp_path, batches=None, least=2, seconds=0.0)
+    result = held.fit(tmp_path, Small(), Batches())
+    assert result["notes"] == ["a Batches is no DataLoader whose arguments are tried"]
+
+
+def test_a_fit_without_a_module_fails_as_it_does_by_itself(tmp_path: Path) -> None:
+    held = Held(tmp_path)
+    made = trainer(tmp_path, held)
+    with pytest.raises(Ended):
+        held._fit(made.fit, made)
+    assert held.result["error"].startswith("TypeError: `model` must be a `Lightning")
+
+
 def test_an_error_in_a_worker_is_named(tmp_path: Path) -> None:
     """Not the line of torch around it."""
 
@@ -113,6 +136,36 @@ def test_an_error_in_a_worker_is_named(tmp_path: Path) -> None:
 
     loader = DataLoader(Broken(), batch_size=2, num_workers=1)
     assert Held(tmp_path).fit(tmp_path, Small(), loader) == {"error": "OSError: no file 0"}
+
+
+def test_weights_tell_what_manual_optimization_has_done(tmp_path: Path) -> None:
+    """There is no loss; weights are those after the warm-up or the first epoch."""
+    found = [
+        Held(tmp_path, batches=20, **fields).fit(tmp_path, TwoOptimizers(), **options)
+        for fields in ({}, {"seed": 1})
+        for options in ({}, {"limit_train_batches": 3})
+    ]
+    assert [each["losses"] for each in found] == [[]] * 4
+    long, short, *again = (each["weights"] for each in found)
+    assert [long, short] == again
+    assert long != short
+
+
+@pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"max_steps": 3}])
+def test_a_short_training_says_how_long_it_was(tmp_path: Path, options: Any) -> None:
+    """It has no time per batch; the process that compares says what to raise."""
+    result = Held(tmp_path, batches=None).fit(tmp_path, Small(), **options)
+    assert (result["timed"], result["done"]) == (0, options.get("max_steps", 1))
+
+
+def test_a_script_that_exits_is_named(tmp_path: Path) -> None:
+    class Exits(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            sys.exit(0)
+
+    error = Held(tmp_path).fit(tmp_path, Exits())["error"]
+    assert error == "sys.exit(0) is called in Trainer.fit"
+    assert Path(tmp_path, TRAINER).read_text() == "in Trainer.fit"
 
 
 def test_an_unknown_group_is_refused_where_own_groups_are_known(tmp_path: Path) -> None:

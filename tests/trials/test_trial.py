@@ -20,8 +20,9 @@ from lightning_perf.trials.process import RESULT, TRAINER, VARIABLE, Outcome
 from lightning_perf.trials.proof import same_training
 
 WORKERS = Candidate(
-    "Workers", 2, "num_workers=2", "input", True, [], None, 1, {}, {"num_workers": 2}, "", []
-)
+    "Workers", {"num_workers": 2}, "num_workers=2", "input", True, [], None, 1, {},
+    {"num_workers": 2}, "", [],
+)  # fmt: skip
 FIRST = Setting(keeps=("checkpoint", "validation"))
 #: Two ranks on this machine.
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -180,8 +181,9 @@ TABLE = "print('ChildFailedError: '); print('traceback : To enable'); print('=' 
 #: As the first Trainer does.
 SEEN = f"""
 import os, pathlib
-pathlib.Path(os.environ["{VARIABLE}"]).with_name("{TRAINER}").touch()
-"""
+seen = pathlib.Path(os.environ["{VARIABLE}"]).with_name("{TRAINER}")
+seen.touch()
+seen"""
 
 
 @pytest.mark.parametrize(
@@ -192,9 +194,14 @@ pathlib.Path(os.environ["{VARIABLE}"]).with_name("{TRAINER}").touch()
         (f"print('[rank0]: OSError: no data'); {TABLE}; exit(1)", "OSError: no data"),
         ("print('out of luck'); exit(1)", "out of luck"),
         ("exit(3)", "exit code 3"),
-        (SEEN, "the command constructed a Trainer, and ended without Trainer.fit"),
+        (SEEN, "there is nothing to try: a Trainer was constructed, but Trainer.fit is not"),
+        (f"{SEEN}.write_text('in Trainer.fit'); os._exit(0)",
+         "the process ended in Trainer.fit (exit code 0; the last line: exit code 0)"),
+        ("import os; print('x', flush=True); os.kill(os.getpid(), 9)",
+         "the process ended before Trainer.fit (signal 9, 9 where memory runs out; the last"),
+        ("input()", "EOFError: EOF when reading a line: trials have no standard input, so"),
     ],
-)
+)  # fmt: skip
 def test_why_there_is_no_result(code: str, why: str) -> None:
     assert failure(code).startswith(why)
 
