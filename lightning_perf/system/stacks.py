@@ -59,11 +59,19 @@ class Stacks:
     def arm(self, seconds: float) -> None:
         """Write the stacks in so many seconds, unless this is called again before."""
         if self._timer is not None:
+            self._handle_again()
             self._start = os.fstat(self._file).st_size
             if self._start > _MOST_BYTES:
                 os.ftruncate(self._file, 0)
                 self._start = os.lseek(self._file, 0, os.SEEK_SET)
             self._timer.set(seconds)
+
+    def _handle_again(self) -> None:
+        """Another Trainer has ended meanwhile, and set the signal's handler: see `hold_signal`."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {self._number})  # it would have no handler
+        faulthandler.unregister(self._number)
+        faulthandler.register(self._number, file=self._file, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {self._number})
 
     def late(self) -> str:
         """What was written because `arm` was not called in time; empty if nothing was."""
@@ -189,6 +197,8 @@ def stacks_of(pid: int) -> str:
             with suppress(FileNotFoundError):  # closed meanwhile
                 if found := _FILE.fullmatch(str(link.readlink())):
                     return _requested(pid, link, *map(int, found.groups()))
+    except TimeoutError:
+        raise
     except OSError:
         pass
     raise LookupError(f"process {pid} has no handler of lightning_perf")

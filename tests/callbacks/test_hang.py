@@ -525,6 +525,28 @@ def test_a_nested_training_has_a_signal_of_its_own(tmp_path: Path) -> None:
     assert len(files) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_nested_training_leaves_the_stacks_of_the_outer_one(
+    tmp_path: Path, watched: bool
+) -> None:
+    """`stacks` shows them again soon after it has ended, though it has set all handlers."""
+
+    class Nested(Small):
+        def on_train_start(self) -> None:
+            trainer(tmp_path / "inner", *[Hang()] * watched).fit(Small())
+            go_on = tmp_path / "go on"
+            (tmp_path / "inner has ended").touch()
+            until(go_on.exists)
+
+    with training(tmp_path, Nested()) as process:
+        until((tmp_path / "inner has ended").exists)
+        until(lambda: _in(process.pid, "on_train_start"))
+        (tmp_path / "go on").touch()
+        process.join()
+        assert process.exitcode == 0
+
+
 def test_it_can_be_copied_in_a_run(tmp_path: Path) -> None:
     """The copy has the arguments, and no thread."""
 
