@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +29,8 @@ PROC = Path("/proc")
 _FILE = re.compile(r"/memfd:lightning_perf:stacks:(\d+):(\d+) \(deleted\)")
 #: Seconds to wait for the stacks of another process, and for those of py-spy.
 _PATIENCE, _PY_SPY_PATIENCE = 2.0, 20.0
+#: Seconds between two looks at whether py-spy is still waited for.
+_POLL = 0.1
 #: Bytes of stacks that are read at most.
 _MOST_BYTES = 1 << 20
 #: The kernel's number for "send the signal to one thread".
@@ -226,21 +229,30 @@ def _requested(pid: int, path: Path, number: int, thread: int) -> str:
         return file.read(_MOST_BYTES).decode(errors="replace")
 
 
-def native_stacks(pid: int) -> str:
-    """The stacks of a process with those of its C code, if py-spy is installed; otherwise empty."""
+def native_stacks(pid: int, stop: threading.Event | None = None) -> str:
+    """The stacks of a process with those of its C code, if py-spy is installed; otherwise empty.
+
+    It is ended after some seconds, or once ``stop`` is set.
+    """
     beside = str(Path(sys.executable).parent)
     program = shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     if program is None:
         return ""
-    command = [program, "dump", "--native", "--pid", str(pid)]
+    command, pipe = [program, "dump", "--native", "--pid", str(pid)], subprocess.PIPE
+    until = time.monotonic() + _PY_SPY_PATIENCE
     try:
-        done = subprocess.run(  # noqa: S603  no shell
-            command, capture_output=True, errors="replace", check=False, timeout=_PY_SPY_PATIENCE,
-            stdin=subprocess.DEVNULL, start_new_session=True,  # without a terminal for passwords
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"py-spy failed: {error}\n"
-    return done.stdout or f"py-spy failed: {done.stderr[-500:]}\n"
+        with subprocess.Popen(  # noqa: S603  no shell
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace",
+            start_new_session=True,  # without a terminal for passwords
+        ) as process:  # fmt: skip
+            while time.monotonic() < until and not (stop and stop.is_set()):
+                with suppress(subprocess.TimeoutExpired):
+                    out, error = process.communicate(timeout=_POLL)
+                    return out or f"py-spy failed: {error[-500:]}\n"
+            process.kill()
+    except OSError as failed:
+        return f"py-spy failed: {failed}\n"
+    return "py-spy failed: it took too long\n"
 
 
 def state_of(pid: int) -> str:

@@ -131,6 +131,28 @@ def test_one_report_per_hang_and_one_more_elsewhere(tmp_path: Path) -> None:
     assert "# The training stood" in reported(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, RANKS], ids=["alone", "ranks"])
+def test_a_second_run_of_one_name_keeps_what_the_first_has_left(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Its files are in a folder with a number, as its summary has one."""
+    left: dict[Path, str] = {}
+    for number in ("", "-2"):
+        report = tmp_path / f"records-version_0/hang{number}/report.md"
+        module = Hangs(partial(until, report.exists))
+        with training(tmp_path, module, logger=Records(), **options) as process:
+            process.join()
+            assert process.exitcode == 0
+        assert "# The training stood" in report.read_text()
+        assert (report.parent / "rank0.stacks.txt").exists()
+        assert left == {path: path.read_text() for path in left}
+        left = {path: path.read_text() for path in report.parent.iterdir()}
+    names = {path.name for path in report.parent.parent.iterdir()}
+    assert {"hang", "hang-2", "summary.json", "summary-2.json"} <= names
+    assert "hang-3" not in names
+
+
 @contextmanager
 def two_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, module: Small, nodes: int = 1, **options: Any
@@ -223,7 +245,7 @@ def test_a_training_that_goes_on_before_the_watch_looks_is_reported_where_it_sto
             run: Any = current_run(trainer)
             if index == 0:
                 clock = run.require_times().clock
-                self.watch = _Watch(own, clock, 0.3, 0.03, found.append)
+                self.watch = _Watch(own, clock, 0.3, 0.03, threading.Event(), found.append)
             if index in (0, hanging.BATCH + 1):
                 self.watch.look(run)
 
@@ -284,7 +306,7 @@ def test_a_report_does_not_wait_for_py_spy(
         assert kind != "never ends" or "py-spy" not in its.read_text()
         expected = {
             "shows": f"native stacks dump --native --pid {process.pid}\n",
-            "never ends": "timed out after 3.0 seconds",
+            "never ends": "it took too long",
             "may not": "py-spy failed: no permission",
             "no text": "\N{REPLACEMENT CHARACTER}",
         }
@@ -292,6 +314,28 @@ def test_a_report_does_not_wait_for_py_spy(
         if kind == "shows":
             (child,) = psutil.Process(process.pid).children()
             assert f"--pid {child.pid}\n" in its.read_text()
+
+
+@pytest.mark.slow
+def test_a_py_spy_that_does_not_end_delays_neither_the_watch_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next hang is reported meanwhile; after the end, neither it nor a thread is left."""
+    (program := tmp_path / "py-spy").write_text(PY_SPY["never ends"])
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(stacks, "_PY_SPY_PATIENCE", 1000.0)
+
+    class Waits(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if index in (5, 9):
+                until(lambda: len(hang.hangs) == (1 if index == 5 else 2))
+
+    before, hang = state_of_process(), Hang(after="1s")
+    with pytest.warns(PerfWarning, match="the training hangs"):
+        trainer(tmp_path, Timings(), hang, Waits()).fit(Small())
+    assert state_of_process() == before
+    until(lambda: not psutil.Process().children())
 
 
 def test_py_spy_has_no_terminal_for_a_password(
