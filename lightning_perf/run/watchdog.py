@@ -8,18 +8,19 @@ import sys
 import time
 import weakref
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
 from statistics import median_high
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from lightning_perf.diagnosis.hang import FAILED, LEFT, RankState, culprits, report, sentence
 from lightning_perf.errors import describe, warn
+from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.hang_files import REPORT, HangFiles, stacks_file
 from lightning_perf.system.stacks import (
@@ -40,6 +41,7 @@ from lightning_perf.system.stacks import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from lightning.pytorch import Trainer
@@ -99,6 +101,35 @@ class Watchdog:
         if not self._thread.is_alive():  # otherwise a signal may still come
             compat.handlers_before(trainer).pop(self._signal, None)
             release_signal(self._signal)
+        if reason == "teardown" and (run := self._run()) is not None:
+            run.on_close(partial(self._watch_end, run))
+
+    def _watch_end(self, run: Run) -> None:
+        """From the end of the run on, only say where modules and loggers hang at their own end."""
+        patches, ended, main = PatchSet(), Event(), get_ident()
+
+        def end() -> AbstractContextManager[None]:
+            ended.set()
+            patches.restore()
+            return nullcontext()
+
+        def watch() -> None:
+            if ended.wait(limit := _LONGER * self._after):
+                return
+            text = Stacks.own()
+            frames = dict(threads_in(text)).get(main, [])
+            if not any(each.function == compat.TEARDOWN for each in frames):
+                return  # an exception has ended it
+            state = _state_of(run, frames, limit)
+            entry, files = _entry_of(run, state, [state], limit), HangFiles(0.0)
+            path = files.write(run, stacks_file(state.rank), text)
+            files.write(run, REPORT, report(entry, [state]))
+            self._found(entry)
+            _warn(entry, path)
+
+        # The last that Lightning calls.
+        patches.wrap_in_context(run.trainer.profiler, "describe", end)  # type: ignore[attr-defined]
+        Thread(target=watch, name="lightning_perf end", daemon=True).start()
 
     def _loop(self) -> None:
         sys.setprofile(None)  # as in `Worker`
@@ -295,23 +326,9 @@ class _Watch:
             elif role and (frame := users_frame(frames)):
                 yield f"{role} waits in {frame.place}"
 
-    def _describe(
-        self, run: Run, frames: Sequence[Frame], pause: float, *, moves: bool = False
-    ) -> RankState:
-        action, frame = self._clock.running, users_frame(frames)
-        return RankState(
-            run.ranks.global_rank,
-            stage=run.stage,
-            batch=run.counters.batch,
-            category=action.category,
-            name=action.name,
-            seconds=pause,
-            place="" if frame is None else frame.place,
-            collective=collective_in(frames),
-            moves=moves,
-            host=platform.node(),
-            pid=os.getpid(),
-        )
+    def _describe(self, run: Run, frames: Sequence[Frame], pause: float, **known: Any) -> RankState:
+        action = self._clock.running
+        return _state_of(run, frames, pause, category=action.category, name=action.name, **known)
 
     def _was_frozen(self, run: Run, pause: float) -> None:
         """No Python ran for long: C code held the GIL, or the process was stopped."""
@@ -330,7 +347,7 @@ class _Watch:
             self._report(run, [state])
             return
         # Another rank has reported it meanwhile; the summary is written by this one.
-        self._found(self._entry_of(run, state, [state], pause) | {"ended": _clock_time(0.0)})
+        self._found(_entry_of(run, state, [state], pause) | {"ended": _clock_time(0.0)})
         with suppress(Exception):
             run.refresh_summary()
 
@@ -374,30 +391,13 @@ class _Watch:
     def _report(self, run: Run, states: Sequence[RankState]) -> None:
         """Report the hang, whose entry in the summary ends when training goes on."""
         own = next(each for each in states if each.rank == run.ranks.global_rank)
-        self._entry = self._entry_of(run, own, states, time.monotonic() - self._moved)
+        self._entry = _entry_of(run, own, states, time.monotonic() - self._moved)
         self._states, self.reported = states, True
         self._found(self._entry)
         path = self._publish(run)
         if self._state is not None and len(states) > 1:
             self._files.answer(run, self._state, reported=True)
-        text = f"the training hangs: {self._entry['text']}"
-        warn(f"{text}. The stacks of all ranks are in {path}." if path else f"{text}.")
-
-    @staticmethod
-    def _entry_of(
-        run: Run, own: RankState, states: Sequence[RankState], pause: float
-    ) -> dict[str, Any]:
-        """A hang as the summary has it."""
-        found = culprits(states)
-        return {
-            "began": _clock_time(pause),
-            "seconds": round(pause, 1),
-            "stage": own.stage,
-            "batch": own.batch,
-            "ranks": [each.rank for each in found],
-            "phase": found[0].category,
-            "text": sentence(states, run.ranks.world_size),
-        }
+        _warn(self._entry, path)
 
     def _publish(self, run: Run) -> Path | None:
         """Write the report, and the summary and the page with it."""
@@ -405,7 +405,7 @@ class _Watch:
         path = self._files.save(run, REPORT, report(self._entry, self._states))
         with suppress(Exception):  # the report has it
             run.refresh_summary()
-        return path and path.parent
+        return path
 
     def _went_on(self, run: Run, pause: float) -> None:
         assert self._entry is not None  # the caller's condition
@@ -415,6 +415,43 @@ class _Watch:
         compat.rank_zero_info(
             f"lightning_perf: training goes on after it stood for {pause:,.0f} s."
         )
+
+
+def _state_of(run: Run, frames: Sequence[Frame], pause: float, **known: Any) -> RankState:
+    """What this rank does, by the frames of the training's thread."""
+    frame = users_frame(frames)
+    return RankState(
+        run.ranks.global_rank,
+        stage=run.stage,
+        batch=run.counters.batch,
+        seconds=pause,
+        place="" if frame is None else frame.place,
+        collective=collective_in(frames),
+        host=platform.node(),
+        pid=os.getpid(),
+        **known,
+    )
+
+
+def _entry_of(
+    run: Run, own: RankState, states: Sequence[RankState], pause: float
+) -> dict[str, Any]:
+    """A hang as the summary has it."""
+    found = culprits(states)
+    return {
+        "began": _clock_time(pause),
+        "seconds": round(pause, 1),
+        "stage": own.stage,
+        "batch": own.batch,
+        "ranks": [each.rank for each in found],
+        "phase": found[0].category,
+        "text": sentence(states, run.ranks.world_size),
+    }
+
+
+def _warn(hang: Mapping[str, Any], path: Path | None) -> None:
+    text = f"the training hangs: {hang['text']}"
+    warn(f"{text}. The stacks of all ranks are in {path.parent}." if path else f"{text}.")
 
 
 class _Further(Thread):

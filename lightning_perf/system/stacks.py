@@ -82,7 +82,8 @@ class Stacks:
             return ""
         return os.pread(self._file, _MOST_BYTES, self._start).decode(errors="replace")
 
-    def own(self) -> str:
+    @staticmethod
+    def own() -> str:
         """The stacks of all threads of this process, with their names."""
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)

@@ -387,6 +387,68 @@ def test_a_hang_in_another_stage_is_reported(tmp_path: Path, stage: str) -> None
         until(lambda: f"are in {report.parent}" in (tmp_path / "output").read_text())
 
 
+#: Hooks that are not called per batch, from the set-up to the end.
+PHASES = (
+    "setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_end",
+    "on_save_checkpoint", "on_train_end", "on_fit_end", "teardown",
+)  # fmt: skip
+
+
+class HangsInSanityCheck(Small):
+    """In a batch of the validation before training."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hanging.sleep()
+
+
+class EndlessLogger(Records):
+    """Sends what it has for good."""
+
+    def finalize(self, status: str) -> None:
+        hanging.sleep()
+
+
+@pytest.mark.slow
+def test_a_hang_outside_of_batches_is_reported(tmp_path: Path) -> None:
+    """In the set-up, hooks, checkpoints and the end, with its line; and of a logger's end."""
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "sanity check": (HangsInSanityCheck(), {"num_sanity_val_steps": 1, "limit_val_batches": 1}),
+        "logger": (Small(), {"logger": EndlessLogger()}),
+    }
+    for name in PHASES:
+        hangs = type("HangsInHook", (Small,), {name: lambda *_, **__: hanging.sleep()})
+        cases[name] = hangs(), {"enable_checkpointing": True}
+    with ExitStack() as stack:
+        for name, (module, options) in cases.items():
+            (tmp_path / name).mkdir()
+            stack.enter_context(training(tmp_path / name, module, **options))
+        for name in cases:
+            assert f"({line('sleep')}) for " in reported(tmp_path / name), name
+            until(partial(_has_warned, tmp_path / name))
+
+
+def _has_warned(folder: Path) -> bool:
+    return "lightning_perf: the training hangs: " in (folder / "output").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_training_that_ends_is_no_hang(tmp_path: Path, raises: bool) -> None:
+    """Nor one whose module raises at its end: the process may do something else then."""
+
+    class Ends(Small):
+        def teardown(self, stage: str) -> None:
+            if raises:
+                raise RuntimeError("planted")
+
+    hang = Hang(after="1s")
+    with pytest.raises(RuntimeError, match="planted") if raises else nullcontext():
+        trainer(tmp_path, hang).fit(Ends())
+    until(lambda: "lightning_perf end" not in {each.name for each in threading.enumerate()})
+    assert not hang.hangs
+    assert not [*tmp_path.glob("*/hang")]
+
+
 PAUSE = 1.5
 
 
