@@ -223,6 +223,10 @@ class Run:
         """Write the summary and the page as they are now; on any thread, while training stands."""
         raise NotImplementedError
 
+    def note_summary(self) -> None:
+        """Write the summary so far, on the thread that makes files."""
+        raise NotImplementedError
+
     def write_files(
         self, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str, **options: Any
     ) -> None:
