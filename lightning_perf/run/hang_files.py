@@ -152,7 +152,7 @@ class HangFiles:
             return self._claimed
         of_run = run.reporting.run_folder()
         above, find = (of_run.claim(), mark) if claims else (of_run.folder, owner_of)
-        names = (above / numbered(FOLDER, number) for number in count(1))
+        names = filter(_may_be_ours, (above / numbered(FOLDER, number) for number in count(1)))
         found = next(each for each in names if find(each, run.serial) == run.serial)
         if claims:
             self._claimed = found
@@ -201,6 +201,14 @@ class HangFiles:
             if [*self._claimed.iterdir()] == [marker]:  # no other rank has files there
                 marker.unlink()
                 self._claimed.rmdir()
+
+
+def _may_be_ours(folder: Path) -> bool:
+    """Not a link, which may point anywhere, nor a file, nor a report that no run has marked."""
+    if not os.path.lexists(folder):
+        return True
+    unmarked = (folder / REPORT).exists() and not (folder / MARKER).exists()
+    return folder.is_dir() and not folder.is_symlink() and not unmarked
 
 
 def _state_of(rank: int) -> str:

@@ -497,6 +497,13 @@ def _abort(run: Run, until: Callable[[], bool]) -> None:
         if worker.submit(done.set, "the abort"):
             while not (done.wait(_SHORT) or until()) and time.monotonic() < deadline:
                 pass
+    # Lightning kills the process that has started the others once one of these has ended, and it
+    # would not end with our code.
+    parent, deadline = os.getppid(), time.monotonic() + 3 * _FLUSH
+    while os.getppid() == parent and parent in run.processes.values() and not until():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_SHORT)
     if until():
         warn("the training goes on, and is not aborted.")
         return

@@ -153,6 +153,25 @@ def test_a_second_run_of_one_name_keeps_what_the_first_has_left(
     assert "hang-3" not in names
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "link", "report"])
+def test_files_of_the_user_with_our_names_are_left_alone(tmp_path: Path, kind: str) -> None:
+    """A report that nobody has marked, a file, and a link, which may point anywhere."""
+    (theirs := tmp_path / "records-version_0/hang").parent.mkdir()
+    (other := tmp_path / "other").mkdir()
+    if kind == "file":
+        theirs.write_text("mine")
+    elif kind == "link":
+        theirs.symlink_to(other)
+    else:
+        theirs.mkdir()
+        (theirs / "report.md").write_text("mine")
+    with training(tmp_path, Hangs(hanging.sleep), logger=Records()):
+        until((theirs.parent / "hang-2/report.md").exists)
+    assert not [*other.iterdir()]
+    assert kind != "report" or (theirs / "report.md").read_text() == "mine"
+
+
 @contextmanager
 def two_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, module: Small, nodes: int = 1, **options: Any
@@ -537,6 +556,43 @@ def test_abort_ends_the_process_with_its_exit_code(tmp_path: Path) -> None:
         assert process.exitcode == 75
     assert "in forward" in reported(tmp_path)
     assert [*tmp_path.glob("*/report.html")]
+
+
+#: Rank 0 starts rank 1, which hangs, and makes a file for some seconds.
+LAUNCHES = """
+import sys
+import time
+from pathlib import Path
+
+from helpers import hanging
+from lightning_perf.run.context import current_run
+
+
+class SlowFile(hanging.Hangs):
+    def on_train_start(self):
+        if self.global_rank == 0:
+            current_run(self.trainer).file_worker.submit(lambda: time.sleep(6), "a slow file")
+
+
+module, options = SlowFile(hanging.sleep, 1), {"strategy": "ddp", "devices": 2}
+hanging.fit(Path(sys.argv[1]), module, action="abort", **options)
+"""
+
+
+@pytest.mark.slow
+def test_abort_ends_a_process_that_has_started_other_ranks_with_its_exit_code(
+    tmp_path: Path,
+) -> None:
+    """Though Lightning would kill it when one of these ends first."""
+    (script := tmp_path / "train.py").write_text(LAUNCHES)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    command = [sys.executable, str(script), str(tmp_path)]
+    # Lightning kills the whole group of processes.
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, start_new_session=True, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 75, done.stderr[-2000:]
 
 
 @pytest.mark.slow
