@@ -257,7 +257,9 @@ class _Watch:
         """
         if time.monotonic() - self._looked > self._after:  # it could not run until now
             self.look(run)
-        if self._entry is not None and self.moved(run):
+        # An exception, such as Ctrl-C or a timeout of NCCL, also leaves spans.
+        known = 2 if how == FAILED else 3
+        if self._entry is not None and self._now(run)[:known] != (self._position or ())[:known]:
             self._went_on(run, time.monotonic() - self._moved)
         self._files.leave(run, how)
         if not self._keeps:

@@ -9,6 +9,7 @@ import pickle
 import platform
 import pty
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -151,6 +152,22 @@ def test_a_second_run_of_one_name_keeps_what_the_first_has_left(
     names = {path.name for path in report.parent.parent.iterdir()}
     assert {"hang", "hang-2", "summary.json", "summary-2.json"} <= names
     assert "hang-3" not in names
+
+
+@pytest.mark.slow
+def test_a_hang_that_is_interrupted_did_not_go_on(tmp_path: Path) -> None:
+    """As by Ctrl-C: its entry has no end, and the report does not say that it has one."""
+    with training(tmp_path, Hangs(hanging.sleep)) as process:
+        reported(tmp_path)
+        until(partial(_has_warned, tmp_path))
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+    assert reported(tmp_path).startswith("# The training hangs")
+    assert "goes on" not in (tmp_path / "output").read_text()
+    (path,) = tmp_path.glob("*/summary.json")
+    summary = read_summary(path)
+    assert summary["status"] == "stopped by an exception"
+    assert "ended" not in summary["hangs"][0]
 
 
 @pytest.mark.slow
