@@ -64,7 +64,7 @@ _FLUSH, _SHORT = 30.0, 0.05
 _SLOW = ("iter", "first fetch")
 #: Seconds for the stacks of all child processes.
 _CHILDREN = 30.0
-#: What is said of a rank that was frozen.
+#: What is said of a frozen rank.
 _FROZEN = "ran no Python meanwhile: C code held the GIL, or the process was stopped"
 
 
@@ -121,6 +121,7 @@ class Watchdog:
             if not any(each.function == compat.TEARDOWN for each in frames):
                 return  # an exception has ended it
             state = _state_of(run, frames, limit)
+            run.serial += " end"  # the files of earlier hangs are kept
             entry, files = _entry_of(run, state, [state], limit), HangFiles(0.0)
             path = files.write(run, stacks_file(state.rank), text)
             files.write(run, REPORT, report(entry, [state]))

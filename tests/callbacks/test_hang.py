@@ -468,6 +468,16 @@ def _has_warned(folder: Path) -> bool:
 
 
 @pytest.mark.slow
+def test_a_hang_at_the_end_keeps_the_report_of_an_earlier_one(tmp_path: Path) -> None:
+    """Its files are in the next folder."""
+    report = tmp_path / "records-version_0/hang/report.md"
+    module = Hangs(partial(until, report.exists))
+    with training(tmp_path, module, logger=EndlessLogger()):
+        until((report.parents[1] / "hang-2/report.md").exists)
+    assert report.read_text().startswith("# The training stood")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_training_that_ends_is_no_hang(tmp_path: Path, raises: bool) -> None:
     """Nor one whose module raises at its end: the process may do something else then."""
