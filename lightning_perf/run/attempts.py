@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import sys
 import time
 import weakref
@@ -19,12 +18,13 @@ from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_perf.core.goodput import FINISHED, STALLED, Attempt, attempt_of, goodput
+from lightning_perf.core.goodput import FINISHED, STALLED, Attempt, goodput
 from lightning_perf.errors import printable
-from lightning_perf.files import parsed, read_bytes, written_whole
+from lightning_perf.files import read_bytes, written_whole
 from lightning_perf.run import compat
 from lightning_perf.run.destination import named_run
 from lightning_perf.traces.names import safe
+from lightning_perf.tracking.attempts import attempts_in, prune
 from lightning_perf.tracking.summary import ATTEMPTS, RUNNING
 
 if TYPE_CHECKING:
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from lightning_perf.run.windows import Windows
     from lightning_perf.traces.writer import RunFolder
 
-#: A file is named after the attempt: when its training began (UTC), and its process id. The job is
-#: named after its first attempt.
-_FILE = re.compile(r"\d{8}-\d{6}\.\d{3}-\d{1,10}\.json")
-#: Attempts of a job that are kept, and bytes of a file that is read.
-MOST, _MOST_BYTES = 100, 1 << 16
 #: Seconds until the first sign of life, and between two.
 FIRST, INTERVAL = 1.0, 5.0
 #: Checkpoints that a file lists, the latest ones.
@@ -70,6 +65,9 @@ class Trained(Protocol):
     @property
     def leaves_files(self) -> bool:
         """Whether the run has something to leave."""
+
+    def note_summary(self) -> None:
+        """Write the summary so far, on the thread that makes files."""
 
 
 class AttemptLog:
@@ -161,7 +159,7 @@ class AttemptLog:
         if named or run.reporting.tags is not None or compat.resumes(run.trainer):
             places.setdefault(self._run_folder.folder / ATTEMPTS, None)
         for place, wanted in places.items():
-            if not (found := _read(place, wanted)):
+            if not (found := attempts_in(place, wanted)):
                 continue
             last = ([each for each in found if each.job == job] or found)[-1]
             if (last.status == FINISHED and not self.resumed) or _lives(last):
@@ -266,10 +264,9 @@ class AttemptLog:
             run.reporting.warnings_digest.once("attempts were not written", text)
             return
         path = self._folder / f"{own.name}.json"
-        if not path.exists():
-            others = [name for name in _names(self._folder) if name != f"{own.job}.json"]
-            for name in others[: max(len(others) + 2 - MOST, 0)]:
-                (self._folder / name).unlink(missing_ok=True)
+        first = not path.exists()
+        if first:
+            prune(self._folder, own.job)
         content = asdict(own) | {
             "steps": [self._first_step, run.progress.stages["train"].step],
             "latest_checkpoints": [*self._saved],
@@ -277,6 +274,8 @@ class AttemptLog:
         }
         with written_whole(path, durable=False) as file:
             file.write(json.dumps(content).encode())
+        if first and own.status == RUNNING:  # the first report may come much later
+            run.note_summary()
 
 
 def _process_start() -> float:
@@ -294,31 +293,6 @@ def _process_start() -> float:
 def _beat(log: AttemptLog, reference: weakref.ref[Trained]) -> None:
     if (run := reference()) is not None:
         log.beat(run)
-
-
-def _names(folder: Path) -> list[str]:
-    """The names of files of attempts, in the order in which these began."""
-    with suppress(OSError):  # there is no folder
-        names = () if folder.is_symlink() else folder.iterdir()
-        return sorted(each.name for each in names if _FILE.fullmatch(each.name))
-    return []
-
-
-def _read(folder: Path, job: str | None) -> list[Attempt]:
-    """The attempts of a job, or of all, in the order in which they began; empty without its first.
-
-    Of many files, that of the first attempt and the latest ones.
-    """
-    names, first = _names(folder), f"{job}.json"
-    if job is not None and first not in names:
-        return []
-    found = []
-    for name in [*([first] if first in names[:-MOST] else ()), *names[-MOST:]]:
-        with suppress(OSError, ValueError):  # not one of ours
-            attempt = attempt_of(parsed(read_bytes(folder / name, _MOST_BYTES)))
-            if f"{attempt.name}.json" == name and job in (None, attempt.job):
-                found.append(attempt)
-    return found
 
 
 def _lives(attempt: Attempt) -> bool:

@@ -40,6 +40,8 @@ _SAVE = getattr(unwrap(pl.Trainer.save_checkpoint), "__code__", None)
 _SAVES_IN_SPAN = _SAVE is None or "profiler" in _SAVE.co_names
 #: The beginning of the names of Lightning's modules.
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
+#: The function of Lightning that ends a run: its own callbacks, then the module and loggers.
+TEARDOWN = "_call_teardown_hook"
 #: What switches torch's flight recorder on; restart counters of SLURM and torchrun.
 _RECORDERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")

@@ -255,6 +255,10 @@ class RunContext(Run):
     def refresh_summary(self) -> None:
         hang_summary(self)
 
+    @override
+    def note_summary(self) -> None:
+        self._live.write(self)
+
     def begin_attempt(self) -> None:
         """The batches of an epoch begin."""
         try:

@@ -87,6 +87,8 @@ class Run:
         self.processes: dict[int, int] = {}
         #: Messages to the other ranks; None without any.
         self.mail: Mailbox | None = None
+        #: Of this run of this process alone, the same on every rank.
+        self.serial = os.urandom(6).hex()
         self.windows.sources = self._sources()
         self.require_flops, self.require_times = self.meter.require, self.spans.require
         #: Deliver windows of some columns to a callback, and what is kept of them.
@@ -221,6 +223,10 @@ class Run:
         """Write the summary and the page as they are now; on any thread, while training stands."""
         raise NotImplementedError
 
+    def note_summary(self) -> None:
+        """Write the summary so far, on the thread that makes files."""
+        raise NotImplementedError
+
     def write_files(
         self, folder: str, files: Mapping[str, Callable[[Path], None]], stage: str, **options: Any
     ) -> None:
@@ -253,6 +259,7 @@ class Run:
             self.reporting.closing.append(self.mail.close)
             table = gatherer.exchange([gpus(), node, os.getpid(), *self.mail.address])
             self.mail.connect(self.ranks.global_rank, [address for _, _, _, *address in table])
+            self.serial = f"{int(table[0][3]):012x}"  # a random key
             slots = max(count for count, *_ in table)
             self.processes = {
                 rank: int(pid) for rank, (_, its, pid, *_) in enumerate(table) if its == node

@@ -146,6 +146,10 @@ class LiveSummary:
         elif local:
             self.due = began + REFRESH
 
+    def write(self, context: Run) -> None:
+        """Write it without a report, on the thread that makes files."""
+        self._write(context, _windows(context, now=False), 0.0)
+
     def _write(self, context: Run, windows: _Windows, spent: float) -> None:
         began = time.monotonic()
         # An error here occurs again at the end of the run, which warns.

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
 import time
 import weakref
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
 from statistics import median_high
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from lightning_perf.diagnosis.hang import FAILED, LEFT, RankState, culprits, report, sentence
-from lightning_perf.errors import DAMAGE, describe, warn
-from lightning_perf.files import finite, read_json, write_text
+from lightning_perf.errors import describe, warn
+from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
+from lightning_perf.run.hang_files import REPORT, HangFiles, stacks_file
 from lightning_perf.system.stacks import (
     Stacks,
     children_of,
@@ -39,6 +41,7 @@ from lightning_perf.system.stacks import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from lightning.pytorch import Trainer
@@ -57,18 +60,11 @@ _BATCHES, _LONGER, _BEFORE = 30, 5, 3
 _HISTORY = 100
 #: Seconds that an abort waits for files and for uploads, and between two looks meanwhile.
 _FLUSH, _SHORT = 30.0, 0.05
-#: The folder below the run's; the file whose time asks all ranks for theirs; and the report.
-FOLDER, _ASKED, REPORT = "hang", ".asked", "report.md"
 #: Spans that may take long without a sign of life, besides checkpoints.
 _SLOW = ("iter", "first fetch")
 #: Seconds for the stacks of all child processes.
 _CHILDREN = 30.0
-#: Data loader workers in a message to other ranks.
-_MOST_SENT = 5
-#: What is said of a rank that has not answered, by the state of its process, and of a frozen one.
-_LOST = {
-    "stopped": "is stopped (SIGSTOP)", "gone": "has ended", "zombie": "has ended",
-}  # fmt: skip
+#: What is said of a frozen rank.
 _FROZEN = "ran no Python meanwhile: C code held the GIL, or the process was stopped"
 
 
@@ -105,16 +101,46 @@ class Watchdog:
         if not self._thread.is_alive():  # otherwise a signal may still come
             compat.handlers_before(trainer).pop(self._signal, None)
             release_signal(self._signal)
+        if reason == "teardown" and (run := self._run()) is not None:
+            run.on_close(partial(self._watch_end, run))
+
+    def _watch_end(self, run: Run) -> None:
+        """From the end of the run on, only say where modules and loggers hang at their own end."""
+        patches, ended, main = PatchSet(), Event(), get_ident()
+
+        def end() -> AbstractContextManager[None]:
+            ended.set()
+            patches.restore()
+            return nullcontext()
+
+        def watch() -> None:
+            if ended.wait(limit := _LONGER * self._after):
+                return
+            text = Stacks.own()
+            frames = dict(threads_in(text)).get(main, [])
+            if not any(each.function == compat.TEARDOWN for each in frames):
+                return  # an exception has ended it
+            state = _state_of(run, frames, limit)
+            run.serial += " end"  # the files of earlier hangs are kept
+            entry, files = _entry_of(run, state, [state], limit), HangFiles(0.0)
+            path = files.write(run, stacks_file(state.rank), text)
+            files.write(run, REPORT, report(entry, [state]))
+            self._found(entry)
+            _warn(entry, path)
+
+        # The last that Lightning calls.
+        patches.wrap_in_context(run.trainer.profiler, "describe", end)  # type: ignore[attr-defined]
+        Thread(target=watch, name="lightning_perf end", daemon=True).start()
 
     def _loop(self) -> None:
         sys.setprofile(None)  # as in `Worker`
         stacks = Stacks(self._signal)
         try:
-            watch = _Watch(stacks, self._clock, self._after, self._poll, self._found)
+            watch = _Watch(stacks, self._clock, self._after, self._poll, self._stop, self._found)
             self._ready.set()
             while not self._stop.wait(self._poll) and (run := self._run()) is not None:
                 watch.look(run)
-                if self._abort and watch.reported:
+                if self._abort and watch.is_complete:
                     _abort(run, until=partial(self._goes_on, watch, run))
                 del run
             if (run := self._run()) is not None:
@@ -139,10 +165,13 @@ class _Watch:
         clock: Clock,
         after: float,
         poll: float,
+        stop: Event,
         found: Callable[[dict[str, Any]], None],
     ) -> None:
         self._stacks, self._clock, self._after, self._poll = stacks, clock, after, poll
-        self._found = found
+        self._stop, self._found = stop, found
+        # Other ranks have three looks to answer.
+        self._files = HangFiles(max(3 * poll + 1.0, after / 4))
         #: Whether the present hang was reported, by this rank or another.
         self.reported = False
         self._position: tuple[str, int, object] | None = None
@@ -159,18 +188,12 @@ class _Watch:
         self._silent: list[int] = []
         # How many limits this pause may last: more while other ranks make progress.
         self._patience = 1.0
-        # When a rank asked for the states of all, by the clock of the disk; None before a look.
-        self._asked: int | None = None
-        # The states that were sent, and when; when a rank asked so, and when one had reported.
-        self._sent: dict[int, tuple[float, RankState]] = {}
-        self._called = self._told = -inf
-        # The ranks whose training has ended.
-        self._left: dict[int, RankState] = {}
         # The entry of the present hang, and the states that it is about.
         self._entry: dict[str, Any] | None = None
         self._states: Sequence[RankState] = ()
-        self._written: set[Path] = set()
-        self._keeps = False  # whether a hang was reported
+        # What follows the report of a hang; and whether there was a report.
+        self._further: _Further | None = None
+        self._keeps = False
         stacks.arm(_LONGER * after)  # the GIL may be held before the first look
 
     def look(self, run: Run) -> None:
@@ -194,11 +217,21 @@ class _Watch:
             self._suspect(run, pause)
         if self._decides < inf:
             self._decide(run)
+        name = stacks_file(run.ranks.global_rank)
         if self.reported and self._text:
-            text = self._text + _further(run, self._silent)
-            self._save(run, _stacks_of(run.ranks.global_rank), text)
+            self._further = _Further(run, self._text, self._silent, self._stop)
+            self._further.start()
+            self._files.save(run, name, self._text)
             self._text, self._keeps = "", True
+        if self._further is not None and not self._further.is_alive():
+            self._files.save(run, name, self._further.text)
+            self._further = None
         self._stacks.arm(limit + self._poll)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the present hang was reported with all that is known of this rank."""
+        return self.reported and self._further is None
 
     def moved(self, run: Run) -> bool:
         """Whether something has ended since the last look."""
@@ -225,16 +258,13 @@ class _Watch:
         """
         if time.monotonic() - self._looked > self._after:  # it could not run until now
             self.look(run)
-        if self._entry is not None and self.moved(run):
+        # An exception, such as Ctrl-C or a timeout of NCCL, also leaves spans.
+        known = 2 if how == FAILED else 3
+        if self._entry is not None and self._now(run)[:known] != (self._position or ())[:known]:
             self._went_on(run, time.monotonic() - self._moved)
-        if run.mail is not None:
-            state = RankState(run.ranks.global_rank, how, host=platform.node(), pid=os.getpid())
-            run.mail.send({"state": state.as_dict()})
-        if self._written and not (self._keeps or self._time_of(run, REPORT)):
-            for path in self._written:
-                path.unlink(missing_ok=True)
-            with suppress(OSError):  # other ranks have files there
-                _folder(run).rmdir()
+        self._files.leave(run, how)
+        if not self._keeps:
+            self._files.remove(run)
 
     def _limit(self, run: Run) -> float:
         """Seconds that the present phase may last without a sign of life."""
@@ -269,21 +299,22 @@ class _Watch:
         alone = run.ranks.world_size == 1
         self._state = replace(self._describe(run, frames, pause), complete=False)
         if not alone:
-            self._ask(run)
+            self._files.ask(run, self._state)
+            self._decides = time.monotonic() + self._files.grace
         self._text = f"rank {run.ranks.global_rank}, process {os.getpid()}\n{own}\n"
         workers = tuple(self._workers(compat.loader_workers(run.trainer)))
         self._state = replace(self._state, workers=workers, complete=True)
-        self._write(run, _stacks_of(run.ranks.global_rank), self._text)
+        self._files.write(run, stacks_file(run.ranks.global_rank), self._text)
         if alone:
             self._report(run, [self._state])
         else:
-            self._write_state(run, self._state)
+            self._files.answer(run, self._state)
 
     def _workers(self, roles: Mapping[int, str]) -> Iterator[str]:
         """Add the stacks of all child processes; yields what keeps data loader workers busy."""
         until, self._silent = time.monotonic() + _CHILDREN, []
         for pid in children_of(os.getpid()):
-            if time.monotonic() > until:
+            if time.monotonic() > until or self._stop.is_set():
                 self._text += "further child processes were left out\n"
                 return
             dump = dump_of(pid)
@@ -298,110 +329,59 @@ class _Watch:
             elif role and (frame := users_frame(frames)):
                 yield f"{role} waits in {frame.place}"
 
-    def _describe(
-        self, run: Run, frames: Sequence[Frame], pause: float, *, moves: bool = False
-    ) -> RankState:
-        action, frame = self._clock.running, users_frame(frames)
-        return RankState(
-            run.ranks.global_rank,
-            stage=run.stage,
-            batch=run.counters.batch,
-            category=action.category,
-            name=action.name,
-            seconds=pause,
-            place="" if frame is None else frame.place,
-            collective=collective_in(frames),
-            moves=moves,
-            host=platform.node(),
-            pid=os.getpid(),
-        )
+    def _describe(self, run: Run, frames: Sequence[Frame], pause: float, **known: Any) -> RankState:
+        action = self._clock.running
+        return _state_of(run, frames, pause, category=action.category, name=action.name, **known)
 
     def _was_frozen(self, run: Run, pause: float) -> None:
         """No Python ran for long: C code held the GIL, or the process was stopped."""
         text, rank = self._stacks.late() or "no stacks were written\n", run.ranks.global_rank
         if rank or self._entry is not None:
             return
-        self._save(run, _stacks_of(rank), text)
+        self._files.save(run, stacks_file(rank), text)
         idle = time.perf_counter() - self._clock.latest
         state = replace(self._describe(run, self._frames(text), pause), missing=_FROZEN)
         if idle < pause / 2:  # it has gone on already, by some milliseconds
             ended = run.counters.last_seconds > pause / 2
             state = replace(state, batch=state.batch - ended, category="", name="")
-        self._receive(run)
-        began = self._time_of(run, _stacks_of(rank)) - pause * 1e9
-        if self._time_of(run, REPORT) < began and self._told < self._looked:
+        self._files.receive(run)
+        began = self._files.time_of(run, stacks_file(rank)) - pause * 1e9
+        if not self._files.is_reported_since(run, began, self._looked):
             self._report(run, [state])
             return
         # Another rank has reported it meanwhile; the summary is written by this one.
-        self._found(self._entry_of(run, state, [state], pause) | {"ended": _clock_time(0.0)})
+        self._found(_entry_of(run, state, [state], pause) | {"ended": _clock_time(0.0)})
         with suppress(Exception):
             run.refresh_summary()
 
     # -- all ranks --------------------------------------------------------------------------------
 
-    @property
-    def _grace(self) -> float:
-        """Seconds that other ranks have to answer."""
-        return max(3 * self._poll + 1.0, self._after / 4)
-
-    def _ask(self, run: Run) -> None:
-        """Ask all ranks for their states, unless another one has just done so."""
-        assert self._state is not None  # the caller's condition
-        now = time.monotonic()
-        asks = self._called < now - self._grace
-        self._called = now if asks else self._called
-        self._write_state(run, self._state, asks=asks)
-        written = self._time_of(run, f"rank{run.ranks.global_rank}.json")
-        if self._time_of(run, _ASKED) < written - self._grace * 1e9:
-            self._write(run, _ASKED, "")
-        self._asked = self._time_of(run, _ASKED)
-        self._decides = time.monotonic() + self._grace
-
     def _answer(self, run: Run, pause: float, limit: float) -> None:
         """Write this rank's state if a rank has asked since the last look."""
-        called = self._receive(run)
-        before, self._asked = self._asked, self._time_of(run, _ASKED)
-        if not called and (before is None or before == self._asked):
+        if not self._files.is_asked(run):
             return
         if self._state is not None:
             self._state = replace(self._state, seconds=pause)
-            self._write_state(run, self._state)
+            self._files.answer(run, self._state)
         elif pause <= limit:  # otherwise its state follows
-            self._write_state(run, self._describe(run, (), pause, moves=True))
-
-    def _receive(self, run: Run) -> bool:
-        """Take what other ranks have sent; returns whether one asks for the states of all."""
-        now, called = time.monotonic(), False
-        for rank, content in run.mail.receive() if run.mail else ():
-            with suppress(*DAMAGE):
-                state = replace(RankState.of(content["state"]), rank=rank)
-                if state.missing:
-                    self._left[rank] = state
-                    continue
-                self._sent[rank] = now, state
-                called |= content["asks"] is True
-                self._told = now if content["reported"] is True else self._told
-        if called:
-            self._called = now
-        return called
+            self._files.answer(run, self._describe(run, (), pause, moves=True))
 
     def _decide(self, run: Run) -> None:
         """Report if no rank makes progress; the first rank that has none does it."""
         own, late = run.ranks.global_rank, time.monotonic() >= self._decides
         assert self._state is not None  # the caller's condition
         for rank in range(own):
-            its = self._read_state(run, rank)
+            its = self._files.state_of(run, rank)
             if its is not None and not its.moves:
-                written = self._time_of(run, REPORT) >= (self._asked or 0)
-                self.reported = written or self._told >= self._called
+                self.reported = self._files.is_reported(run)
                 return
-        found = [self._read_state(run, rank) for rank in range(run.ranks.world_size)]
+        found = [self._files.state_of(run, rank) for rank in range(run.ranks.world_size)]
         found[own] = self._state
         if not late and not all(each and each.complete and not each.moves for each in found):
             return
         self._decides, states, unknown = inf, list[RankState](), False
         for rank, state in enumerate(found):
-            states.append(state or self._left.get(rank) or self._missing(run, rank))
+            states.append(state or self._files.missing(run, rank))
             unknown |= state is None and states[-1].moves
         pause = time.monotonic() - self._moved
         if any(e.moves for e in found if e) or (unknown and pause < _LONGER * self._after):
@@ -409,59 +389,26 @@ class _Watch:
             return
         self._report(run, states)
 
-    def _missing(self, run: Run, rank: int) -> RankState:
-        """The state of a rank that has not answered; it may make progress if nothing is known."""
-        pid = run.processes.get(rank)
-        if pid is None:
-            return RankState(rank, "is on another node and has not answered", moves=True)
-        dump = dump_of(pid)
-        found: dict[str, Any] = {"host": platform.node(), "pid": pid}
-        if dump.state in _LOST:
-            return RankState(rank, _LOST[dump.state], **found)
-        self._save(run, _stacks_of(rank), dump.text)
-        frame = users_frame(main_thread(dump.text))
-        where = "" if frame is None else f", in {frame.place}"
-        # Only files in a folder of this machine are seen by all of its processes.
-        apart = run.reporting.root(None).mirror is not None
-        return RankState(rank, f"runs no Python: C code holds the GIL{where}", moves=apart, **found)
-
-    # -- files ------------------------------------------------------------------------------------
+    # -- the report -------------------------------------------------------------------------------
 
     def _report(self, run: Run, states: Sequence[RankState]) -> None:
         """Report the hang, whose entry in the summary ends when training goes on."""
         own = next(each for each in states if each.rank == run.ranks.global_rank)
-        self._entry = self._entry_of(run, own, states, time.monotonic() - self._moved)
+        self._entry = _entry_of(run, own, states, time.monotonic() - self._moved)
         self._states, self.reported = states, True
         self._found(self._entry)
         path = self._publish(run)
         if self._state is not None and len(states) > 1:
-            self._write_state(run, self._state, reported=True)
-        text = f"the training hangs: {self._entry['text']}"
-        warn(f"{text}. The stacks of all ranks are in {path}." if path else f"{text}.")
-
-    @staticmethod
-    def _entry_of(
-        run: Run, own: RankState, states: Sequence[RankState], pause: float
-    ) -> dict[str, Any]:
-        """A hang as the summary has it."""
-        found = culprits(states)
-        return {
-            "began": _clock_time(pause),
-            "seconds": round(pause, 1),
-            "stage": own.stage,
-            "batch": own.batch,
-            "ranks": [each.rank for each in found],
-            "phase": found[0].category,
-            "text": sentence(states, run.ranks.world_size),
-        }
+            self._files.answer(run, self._state, reported=True)
+        _warn(self._entry, path)
 
     def _publish(self, run: Run) -> Path | None:
         """Write the report, and the summary and the page with it."""
         assert self._entry is not None  # the callers' condition
-        path = self._save(run, REPORT, report(self._entry, self._states))
+        path = self._files.save(run, REPORT, report(self._entry, self._states))
         with suppress(Exception):  # the report has it
             run.refresh_summary()
-        return path and path.parent
+        return path
 
     def _went_on(self, run: Run, pause: float) -> None:
         assert self._entry is not None  # the caller's condition
@@ -472,57 +419,66 @@ class _Watch:
             f"lightning_perf: training goes on after it stood for {pause:,.0f} s."
         )
 
-    def _write_state(self, run: Run, state: RankState, **sent: bool) -> None:
-        """Let other ranks know a state; ``sent`` says whether it asks for theirs, or reports."""
-        text = json.dumps(finite(state.as_dict()))
-        self._write(run, f"rank{run.ranks.global_rank}.json", text)
-        if run.mail is not None:
-            short = replace(state, workers=state.workers[:_MOST_SENT]).as_dict()
-            run.mail.send({"state": short, "asks": False, "reported": False, **sent})
 
-    def _read_state(self, run: Run, rank: int) -> RankState | None:
-        """What a rank has answered; None if it has not."""
-        name = f"rank{rank}.json"
-        if self._time_of(run, name) >= max(self._asked or 0, 1):
-            with suppress(OSError, *DAMAGE):
-                return RankState.of(read_json(_folder(run) / name))
-        at, state = self._sent.get(rank, (-inf, None))
-        return state if at >= self._called else None
-
-    def _time_of(self, run: Run, name: str) -> int:
-        """When a file was written, by the clock of its disk; 0 without one."""
-        with suppress(OSError):
-            return (_folder(run) / name).stat().st_mtime_ns
-        return 0
-
-    def _write(self, run: Run, name: str, text: str) -> Path | None:
-        """Write a file of the run at once; None if the run leaves none."""
-        if run.reporting.root(None).discards:
-            return None
-        path = run.reporting.run_folder().claim() / FOLDER / name
-        try:
-            write_text(path, text)
-        except OSError as error:
-            run.reporting.warnings_digest.once(
-                "files of a hang were not written", f"{path} was not written ({describe(error)})."
-            )
-            return None
-        self._written.add(path)
-        return path
-
-    def _save(self, run: Run, name: str, text: str) -> Path | None:
-        """The same, and upload it."""
-        path = self._write(run, name, text)
-        if path is not None:
-            run.reporting.write_files(
-                f"{{run_name}}/{FOLDER}", {name: partial(write_text, text=text)}, "train",
-                run.progress.timestamp("train"), overwrite=True,
-            )  # fmt: skip
-        return path
+def _state_of(run: Run, frames: Sequence[Frame], pause: float, **known: Any) -> RankState:
+    """What this rank does, by the frames of the training's thread."""
+    frame = users_frame(frames)
+    return RankState(
+        run.ranks.global_rank,
+        stage=run.stage,
+        batch=run.counters.batch,
+        seconds=pause,
+        place="" if frame is None else frame.place,
+        collective=collective_in(frames),
+        host=platform.node(),
+        pid=os.getpid(),
+        **known,
+    )
 
 
-def _folder(run: Run) -> Path:
-    return run.reporting.run_folder().folder / FOLDER
+def _entry_of(
+    run: Run, own: RankState, states: Sequence[RankState], pause: float
+) -> dict[str, Any]:
+    """A hang as the summary has it."""
+    found = culprits(states)
+    return {
+        "began": _clock_time(pause),
+        "seconds": round(pause, 1),
+        "stage": own.stage,
+        "batch": own.batch,
+        "ranks": [each.rank for each in found],
+        "phase": found[0].category,
+        "text": sentence(states, run.ranks.world_size),
+    }
+
+
+def _warn(hang: Mapping[str, Any], path: Path | None) -> None:
+    text = f"the training hangs: {hang['text']}"
+    warn(f"{text}. The stacks of all ranks are in {path.parent}." if path else f"{text}.")
+
+
+class _Further(Thread):
+    """Adds what is known of this rank besides its stacks: of C code, its GPUs, and collectives.
+
+    py-spy may take long, or not end, and the watch waits for neither.
+    """
+
+    def __init__(self, run: Run, text: str, silent: Sequence[int], stop: Event) -> None:
+        super().__init__(name="lightning_perf stacks", daemon=True)
+        sampler = vars(run).get("sampler")  # not made here: that would call CUDA
+        latest = {} if sampler is None else sampler.latest
+        self._gpus = "\n".join(f"{k}: {v:g}" for k, v in latest.items() if k.startswith("gpu_"))
+        self._pids, self._stop_all = (os.getpid(), *silent), stop
+        #: All of it, once this has ended.
+        self.text = text
+
+    @override
+    def run(self) -> None:
+        until, natives = time.monotonic() + _CHILDREN, list[str]()
+        for pid in self._pids:
+            if time.monotonic() < until:
+                natives.append(native_stacks(pid, self._stop_all))
+        self.text += "\n".join(filter(None, (*natives, self._gpus, compat.flight_recorder())))
 
 
 def _clock_time(ago: float) -> str:
@@ -535,23 +491,6 @@ def _is_rare(name: str) -> bool:
     return hook.startswith("on_") and "batch" not in hook
 
 
-def _stacks_of(rank: int) -> str:
-    return f"rank{rank}.stacks.txt"
-
-
-def _further(run: Run, silent: Sequence[int]) -> str:
-    """What else is known of this rank: native stacks, its GPUs, torch's flight recorder.
-
-    py-spy may take long, so that the report does not wait for it.
-    """
-    sampler = vars(run).get("sampler")  # not made here: that would call CUDA
-    latest = {} if sampler is None else sampler.latest
-    gpus = "\n".join(f"{k}: {v:g}" for k, v in latest.items() if k.startswith("gpu_"))
-    until = time.monotonic() + _CHILDREN
-    natives = [native_stacks(pid) for pid in (os.getpid(), *silent) if time.monotonic() < until]
-    return "\n".join(filter(None, (*natives, gpus, compat.flight_recorder())))
-
-
 def _abort(run: Run, until: Callable[[], bool]) -> None:
     """End the process so that a scheduler restarts it, unless the training goes on meanwhile."""
     warn(f"the training is aborted (exit code {ABORTED}), as Hang(action='abort') says.")
@@ -561,6 +500,13 @@ def _abort(run: Run, until: Callable[[], bool]) -> None:
         if worker.submit(done.set, "the abort"):
             while not (done.wait(_SHORT) or until()) and time.monotonic() < deadline:
                 pass
+    # Lightning kills the process that has started the others once one of these has ended, and it
+    # would not end with our code.
+    parent, deadline = os.getppid(), time.monotonic() + 3 * _FLUSH
+    while os.getppid() == parent and parent in run.processes.values() and not until():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_SHORT)
     if until():
         warn("the training goes on, and is not aborted.")
         return

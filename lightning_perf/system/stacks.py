@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -28,6 +29,8 @@ PROC = Path("/proc")
 _FILE = re.compile(r"/memfd:lightning_perf:stacks:(\d+):(\d+) \(deleted\)")
 #: Seconds to wait for the stacks of another process, and for those of py-spy.
 _PATIENCE, _PY_SPY_PATIENCE = 2.0, 20.0
+#: Seconds between two looks at whether py-spy is still waited for.
+_POLL = 0.1
 #: Bytes of stacks that are read at most.
 _MOST_BYTES = 1 << 20
 #: The kernel's number for "send the signal to one thread".
@@ -59,11 +62,19 @@ class Stacks:
     def arm(self, seconds: float) -> None:
         """Write the stacks in so many seconds, unless this is called again before."""
         if self._timer is not None:
+            self._handle_again()
             self._start = os.fstat(self._file).st_size
             if self._start > _MOST_BYTES:
                 os.ftruncate(self._file, 0)
                 self._start = os.lseek(self._file, 0, os.SEEK_SET)
             self._timer.set(seconds)
+
+    def _handle_again(self) -> None:
+        """Another Trainer has ended meanwhile, and set the signal's handler: see `hold_signal`."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {self._number})  # it would have no handler
+        faulthandler.unregister(self._number)
+        faulthandler.register(self._number, file=self._file, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {self._number})
 
     def late(self) -> str:
         """What was written because `arm` was not called in time; empty if nothing was."""
@@ -71,7 +82,8 @@ class Stacks:
             return ""
         return os.pread(self._file, _MOST_BYTES, self._start).decode(errors="replace")
 
-    def own(self) -> str:
+    @staticmethod
+    def own() -> str:
         """The stacks of all threads of this process, with their names."""
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -189,6 +201,8 @@ def stacks_of(pid: int) -> str:
             with suppress(FileNotFoundError):  # closed meanwhile
                 if found := _FILE.fullmatch(str(link.readlink())):
                     return _requested(pid, link, *map(int, found.groups()))
+    except TimeoutError:
+        raise
     except OSError:
         pass
     raise LookupError(f"process {pid} has no handler of lightning_perf")
@@ -216,21 +230,30 @@ def _requested(pid: int, path: Path, number: int, thread: int) -> str:
         return file.read(_MOST_BYTES).decode(errors="replace")
 
 
-def native_stacks(pid: int) -> str:
-    """The stacks of a process with those of its C code, if py-spy is installed; otherwise empty."""
+def native_stacks(pid: int, stop: threading.Event | None = None) -> str:
+    """The stacks of a process with those of its C code, if py-spy is installed; otherwise empty.
+
+    It is ended after some seconds, or once ``stop`` is set.
+    """
     beside = str(Path(sys.executable).parent)
     program = shutil.which("py-spy", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
     if program is None:
         return ""
-    command = [program, "dump", "--native", "--pid", str(pid)]
+    command, pipe = [program, "dump", "--native", "--pid", str(pid)], subprocess.PIPE
+    until = time.monotonic() + _PY_SPY_PATIENCE
     try:
-        done = subprocess.run(  # noqa: S603  no shell
-            command, capture_output=True, errors="replace", check=False, timeout=_PY_SPY_PATIENCE,
-            stdin=subprocess.DEVNULL, start_new_session=True,  # without a terminal for passwords
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"py-spy failed: {error}\n"
-    return done.stdout or f"py-spy failed: {done.stderr[-500:]}\n"
+        with subprocess.Popen(  # noqa: S603  no shell
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, errors="replace",
+            start_new_session=True,  # without a terminal for passwords
+        ) as process:  # fmt: skip
+            while time.monotonic() < until and not (stop and stop.is_set()):
+                with suppress(subprocess.TimeoutExpired):
+                    out, error = process.communicate(timeout=_POLL)
+                    return out or f"py-spy failed: {error[-500:]}\n"
+            process.kill()
+    except OSError as failed:
+        return f"py-spy failed: {failed}\n"
+    return "py-spy failed: it took too long\n"
 
 
 def state_of(pid: int) -> str:

@@ -128,7 +128,7 @@ class RunFolder:
     @property
     def folder(self) -> Path:
         """The folder of the files, or of the first file if it were written now."""
-        return self._claimed or self._choose(self._owner)
+        return self._claimed or self._choose(owner_of)
 
     @property
     def run_name(self) -> str:
@@ -138,33 +138,35 @@ class RunFolder:
     def claim(self) -> Path:
         """Mark the folder as the run's and return it; later calls return the same folder."""
         if self._claimed is None:
-            self._claimed = self._choose(self._mark)
+            self._claimed = self._choose(mark)
         return self._claimed
 
-    def _choose(self, owner_of: Callable[[Path], str]) -> Path:
+    def _choose(self, owner: Callable[[Path, str], str]) -> Path:
         """The first folder that no other run owns, or the last one."""
         for marked, folder in zip(self._marked, self._folders, strict=False):
-            if owner_of(marked) == self._identity:
+            if owner(marked, self._identity) == self._identity:
                 return folder
         return self._folders[-1]
 
-    def _owner(self, folder: Path) -> str:
-        """The identity of the run that owns the folder; our own if no run does."""
-        marker = folder / MARKER
-        try:
-            return read_bytes(marker).decode(errors="replace")
-        except OSError:  # such as a dangling link, or a file of another user
-            return f"not {self._identity}" if os.path.lexists(marker) else self._identity
 
-    def _mark(self, folder: Path) -> str:
-        """As `_owner`, after marking a folder that no run owned."""
-        make_folder(folder)
-        with (
-            suppress(FileExistsError, NotRegularError),
-            written_whole(folder / MARKER, durable=False, replaces=False) as file,
-        ):
-            file.write(self._identity.encode())
-        return self._owner(folder)
+def owner_of(folder: Path, identity: str) -> str:
+    """The identity of the run that owns a folder; our own if no run does."""
+    marker = folder / MARKER
+    try:
+        return read_bytes(marker).decode(errors="replace")
+    except OSError:  # such as a dangling link, or a file of another user
+        return f"not {identity}" if os.path.lexists(marker) else identity
+
+
+def mark(folder: Path, identity: str) -> str:
+    """As `owner_of`, after marking a folder that no run owned."""
+    make_folder(folder)
+    with (
+        suppress(FileExistsError, NotRegularError),
+        written_whole(folder / MARKER, durable=False, replaces=False) as file,
+    ):
+        file.write(identity.encode())
+    return owner_of(folder, identity)
 
 
 def distinct_name(run_name: str, identity: str) -> str:

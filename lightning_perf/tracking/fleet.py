@@ -9,11 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from lightning_perf.errors import DAMAGE, did_you_mean
 from lightning_perf.system.host import lives
 from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.tracking.attempts import attempts_in
 from lightning_perf.tracking.mlflow import SUMMARY_TAG
 from lightning_perf.tracking.runs import (
     all_of,
@@ -26,11 +28,12 @@ from lightning_perf.tracking.runs import (
 from lightning_perf.tracking.summary import ATTEMPTS, RATES, RUNNING, main_stage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from mlflow import MlflowClient
 
+    from lightning_perf.core.goodput import Attempt
     from lightning_perf.tracking.summary import Summary, SummaryError
 
 #: Seconds without a sign of life after which a running run is silent, and after which it counts as
@@ -91,33 +94,59 @@ def in_folder(root: Path, since: float, unreadable: list[SummaryError]) -> list[
 
     ``unreadable`` gets why summaries were left out.
     """
-    found = []
-    for path, summary in summaries_below(root, _LEVELS, unreadable):
+    latest = dict(summaries_below(root, _LEVELS, unreadable))
+    attempts, found = _attempts_of(latest), []
+    for path, summary in latest.items():
         with suppress(OSError):  # it was deleted meanwhile
             if (seen := path.stat().st_mtime) >= since:
-                found.append(_of_summary(path.parent, summary, seen))
+                found.append(_of_summary(path.parent, summary, seen, attempts[path]))
     return sorted(found, key=_order)
+
+
+def _attempts_of(latest: Mapping[Path, Summary]) -> dict[Path, list[Attempt]]:
+    """The attempts of each run, by its summary; each attempt counts once.
+
+    The file of a resumed one is in the folder of its job's first attempt, though its summary may
+    be in another folder.
+    """
+    owners = {_process(summary): path for path, summary in latest.items()}
+    found: dict[Path, list[Attempt]] = {path: [] for path in latest}
+    for path, summary in latest.items():
+        for each in attempts_in(path.parent / ATTEMPTS):
+            process = each.host, each.pid
+            owner = path if process == _process(summary) else owners.get(process, path)
+            found[owner].append(each)
+    return found
+
+
+def _process(summary: Summary) -> tuple[Any, Any]:
+    process = summary.get("process", {})
+    return process.get("host"), process.get("pid")
 
 
 def _order(run: FleetRun) -> tuple[float, float]:
     return -run.wasted_hours, -run.device_hours
 
 
-def _of_summary(folder: Path, summary: Summary, written: float) -> FleetRun:
+def _of_summary(
+    folder: Path, summary: Summary, written: float, attempts: Sequence[Attempt]
+) -> FleetRun:
     stages = summary["stages"].values()
     seconds = sum((each.get("whole_run") or {}).get("seconds", 0.0) for each in stages)
     status, seen = summary["status"], written
-    if status == RUNNING:  # summaries follow reports, and the files of attempts a clock
-        with suppress(OSError):
-            files = (folder / ATTEMPTS).iterdir()
-            seen = min(max([written, *(each.stat().st_mtime for each in files)]), _now())
+    own = [each for each in attempts if (each.host, each.pid) == _process(summary)]
+    if own:  # summaries follow reports, and attempts a clock
+        last = max(own, key=attrgetter("seen"))
+        # Earlier ones, whose summary this one has replaced.
+        seconds = sum(each.seen - each.began for each in attempts if each.job == last.job)
+        seen = min(max(seen, last.seen), _now()) if status == RUNNING else seen
     if _is_gone(summary, seen):
         status = "killed"
     elif status.startswith("stopped"):
         status = "failed"
     devices, later = _devices(summary.get("setup", {})), min(max(seen - written, 0.0), _LONGEST_RUN)
     hangs = bool(_hang(summary))
-    times = _times(status, seconds if hangs else seconds + later, seen, devices)
+    times = _times(status, seconds - later if hangs and own else seconds, seen, devices)
     if hangs:  # all of the time since then is wasted
         times["silent_hours"] += later * devices / 3600
     run = FleetRun(_short(summary["run"]), str(folder), **times)
@@ -168,7 +197,7 @@ def _with(run: FleetRun, summary: Summary, patience: float = DEAD) -> FleetRun:
         known["lost_share"] = max(known["lost_share"], 1 - known["goodput"])
     if hang := _hang(summary):
         lost = f"lost since {_clock(run.seen)}" if _now() - run.seen > patience else hang
-        known["state"] = "killed" if _is_gone(summary, run.seen) else lost
+        known["state"] = run.state if run.state == "killed" else lost
     return replace(run, **known)
 
 
@@ -261,5 +290,8 @@ def _refined(client: MlflowClient, found: FleetRun) -> FleetRun:
     path = found.source.data.tags.get(SUMMARY_TAG, "")
     if path and is_trusted(client, found.source):
         with suppress(Exception):  # its files may be gone, and MLflow raises many kinds of errors
-            return _with(found, downloaded(client, found.source, path))
+            summary = downloaded(client, found.source, path)
+            if _is_gone(summary, found.seen):
+                found = replace(found, state="killed", silent_hours=0.0)
+            return _with(found, summary)
     return found

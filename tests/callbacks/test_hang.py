@@ -9,6 +9,7 @@ import pickle
 import platform
 import pty
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -131,6 +132,63 @@ def test_one_report_per_hang_and_one_more_elsewhere(tmp_path: Path) -> None:
     assert "# The training stood" in reported(tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, RANKS], ids=["alone", "ranks"])
+def test_a_second_run_of_one_name_keeps_what_the_first_has_left(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Its files are in a folder with a number, as its summary has one."""
+    left: dict[Path, str] = {}
+    for number in ("", "-2"):
+        report = tmp_path / f"records-version_0/hang{number}/report.md"
+        module = Hangs(partial(until, report.exists))
+        with training(tmp_path, module, logger=Records(), **options) as process:
+            process.join()
+            assert process.exitcode == 0
+        assert "# The training stood" in report.read_text()
+        assert (report.parent / "rank0.stacks.txt").exists()
+        assert left == {path: path.read_text() for path in left}
+        left = {path: path.read_text() for path in report.parent.iterdir()}
+    names = {path.name for path in report.parent.parent.iterdir()}
+    assert {"hang", "hang-2", "summary.json", "summary-2.json"} <= names
+    assert "hang-3" not in names
+
+
+@pytest.mark.slow
+def test_a_hang_that_is_interrupted_did_not_go_on(tmp_path: Path) -> None:
+    """As by Ctrl-C: its entry has no end, and the report does not say that it has one."""
+    with training(tmp_path, Hangs(hanging.sleep)) as process:
+        reported(tmp_path)
+        until(partial(_has_warned, tmp_path))
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+    assert reported(tmp_path).startswith("# The training hangs")
+    assert "goes on" not in (tmp_path / "output").read_text()
+    (path,) = tmp_path.glob("*/summary.json")
+    summary = read_summary(path)
+    assert summary["status"] == "stopped by an exception"
+    assert "ended" not in summary["hangs"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "link", "report"])
+def test_files_of_the_user_with_our_names_are_left_alone(tmp_path: Path, kind: str) -> None:
+    """A report that nobody has marked, a file, and a link, which may point anywhere."""
+    (theirs := tmp_path / "records-version_0/hang").parent.mkdir()
+    (other := tmp_path / "other").mkdir()
+    if kind == "file":
+        theirs.write_text("mine")
+    elif kind == "link":
+        theirs.symlink_to(other)
+    else:
+        theirs.mkdir()
+        (theirs / "report.md").write_text("mine")
+    with training(tmp_path, Hangs(hanging.sleep), logger=Records()):
+        until((theirs.parent / "hang-2/report.md").exists)
+    assert not [*other.iterdir()]
+    assert kind != "report" or (theirs / "report.md").read_text() == "mine"
+
+
 @contextmanager
 def two_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, module: Small, nodes: int = 1, **options: Any
@@ -223,7 +281,7 @@ def test_a_training_that_goes_on_before_the_watch_looks_is_reported_where_it_sto
             run: Any = current_run(trainer)
             if index == 0:
                 clock = run.require_times().clock
-                self.watch = _Watch(own, clock, 0.3, 0.03, found.append)
+                self.watch = _Watch(own, clock, 0.3, 0.03, threading.Event(), found.append)
             if index in (0, hanging.BATCH + 1):
                 self.watch.look(run)
 
@@ -284,7 +342,7 @@ def test_a_report_does_not_wait_for_py_spy(
         assert kind != "never ends" or "py-spy" not in its.read_text()
         expected = {
             "shows": f"native stacks dump --native --pid {process.pid}\n",
-            "never ends": "timed out after 3.0 seconds",
+            "never ends": "it took too long",
             "may not": "py-spy failed: no permission",
             "no text": "\N{REPLACEMENT CHARACTER}",
         }
@@ -292,6 +350,28 @@ def test_a_report_does_not_wait_for_py_spy(
         if kind == "shows":
             (child,) = psutil.Process(process.pid).children()
             assert f"--pid {child.pid}\n" in its.read_text()
+
+
+@pytest.mark.slow
+def test_a_py_spy_that_does_not_end_delays_neither_the_watch_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next hang is reported meanwhile; after the end, neither it nor a thread is left."""
+    (program := tmp_path / "py-spy").write_text(PY_SPY["never ends"])
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(stacks, "_PY_SPY_PATIENCE", 1000.0)
+
+    class Waits(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if index in (5, 9):
+                until(lambda: len(hang.hangs) == (1 if index == 5 else 2))
+
+    before, hang = state_of_process(), Hang(after="1s")
+    with pytest.warns(PerfWarning, match="the training hangs"):
+        trainer(tmp_path, Timings(), hang, Waits()).fit(Small())
+    assert state_of_process() == before
+    until(lambda: not psutil.Process().children())
 
 
 def test_py_spy_has_no_terminal_for_a_password(
@@ -341,6 +421,78 @@ def test_a_hang_in_another_stage_is_reported(tmp_path: Path, stage: str) -> None
         assert line("sleep") in text
         (report,) = tmp_path.glob("*/hang/report.md")
         until(lambda: f"are in {report.parent}" in (tmp_path / "output").read_text())
+
+
+#: Hooks that are not called per batch, from the set-up to the end.
+PHASES = (
+    "setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_end",
+    "on_save_checkpoint", "on_train_end", "on_fit_end", "teardown",
+)  # fmt: skip
+
+
+class HangsInSanityCheck(Small):
+    """In a batch of the validation before training."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hanging.sleep()
+
+
+class EndlessLogger(Records):
+    """Sends what it has for good."""
+
+    def finalize(self, status: str) -> None:
+        hanging.sleep()
+
+
+@pytest.mark.slow
+def test_a_hang_outside_of_batches_is_reported(tmp_path: Path) -> None:
+    """In the set-up, hooks, checkpoints and the end, with its line; and of a logger's end."""
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "sanity check": (HangsInSanityCheck(), {"num_sanity_val_steps": 1, "limit_val_batches": 1}),
+        "logger": (Small(), {"logger": EndlessLogger()}),
+    }
+    for name in PHASES:
+        hangs = type("HangsInHook", (Small,), {name: lambda *_, **__: hanging.sleep()})
+        cases[name] = hangs(), {"enable_checkpointing": True}
+    with ExitStack() as stack:
+        for name, (module, options) in cases.items():
+            (tmp_path / name).mkdir()
+            stack.enter_context(training(tmp_path / name, module, **options))
+        for name in cases:
+            assert f"({line('sleep')}) for " in reported(tmp_path / name), name
+            until(partial(_has_warned, tmp_path / name))
+
+
+def _has_warned(folder: Path) -> bool:
+    return "lightning_perf: the training hangs: " in (folder / "output").read_text()
+
+
+@pytest.mark.slow
+def test_a_hang_at_the_end_keeps_the_report_of_an_earlier_one(tmp_path: Path) -> None:
+    """Its files are in the next folder."""
+    report = tmp_path / "records-version_0/hang/report.md"
+    module = Hangs(partial(until, report.exists))
+    with training(tmp_path, module, logger=EndlessLogger()):
+        until((report.parents[1] / "hang-2/report.md").exists)
+    assert report.read_text().startswith("# The training stood")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_training_that_ends_is_no_hang(tmp_path: Path, raises: bool) -> None:
+    """Nor one whose module raises at its end: the process may do something else then."""
+
+    class Ends(Small):
+        def teardown(self, stage: str) -> None:
+            if raises:
+                raise RuntimeError("planted")
+
+    hang = Hang(after="1s")
+    with pytest.raises(RuntimeError, match="planted") if raises else nullcontext():
+        trainer(tmp_path, hang).fit(Ends())
+    until(lambda: "lightning_perf end" not in {each.name for each in threading.enumerate()})
+    assert not hang.hangs
+    assert not [*tmp_path.glob("*/hang")]
 
 
 PAUSE = 1.5
@@ -433,6 +585,43 @@ def test_abort_ends_the_process_with_its_exit_code(tmp_path: Path) -> None:
     assert [*tmp_path.glob("*/report.html")]
 
 
+#: Rank 0 starts rank 1, which hangs, and makes a file for some seconds.
+LAUNCHES = """
+import sys
+import time
+from pathlib import Path
+
+from helpers import hanging
+from lightning_perf.run.context import current_run
+
+
+class SlowFile(hanging.Hangs):
+    def on_train_start(self):
+        if self.global_rank == 0:
+            current_run(self.trainer).file_worker.submit(lambda: time.sleep(6), "a slow file")
+
+
+module, options = SlowFile(hanging.sleep, 1), {"strategy": "ddp", "devices": 2}
+hanging.fit(Path(sys.argv[1]), module, action="abort", **options)
+"""
+
+
+@pytest.mark.slow
+def test_abort_ends_a_process_that_has_started_other_ranks_with_its_exit_code(
+    tmp_path: Path,
+) -> None:
+    """Though Lightning would kill it when one of these ends first."""
+    (script := tmp_path / "train.py").write_text(LAUNCHES)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    command = [sys.executable, str(script), str(tmp_path)]
+    # Lightning kills the whole group of processes.
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, start_new_session=True, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 75, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_a_training_that_goes_on_is_not_aborted(tmp_path: Path) -> None:
     """An abort waits for files: what goes on meanwhile ends as it would without it."""
@@ -523,6 +712,28 @@ def test_a_nested_training_has_a_signal_of_its_own(tmp_path: Path) -> None:
     (inner, _, _), (outer, files, _) = seen
     assert inner != outer
     assert len(files) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_nested_training_leaves_the_stacks_of_the_outer_one(
+    tmp_path: Path, watched: bool
+) -> None:
+    """`stacks` shows them again soon after it has ended, though it has set all handlers."""
+
+    class Nested(Small):
+        def on_train_start(self) -> None:
+            trainer(tmp_path / "inner", *[Hang()] * watched).fit(Small())
+            go_on = tmp_path / "go on"
+            (tmp_path / "inner has ended").touch()
+            until(go_on.exists)
+
+    with training(tmp_path, Nested()) as process:
+        until((tmp_path / "inner has ended").exists)
+        until(lambda: _in(process.pid, "on_train_start"))
+        (tmp_path / "go on").touch()
+        process.join()
+        assert process.exitcode == 0
 
 
 def test_it_can_be_copied_in_a_run(tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import json
 import os
 import platform
 import time
+from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
-from helpers.command import call
+from helpers.command import call, until
 from helpers.fleet import add_run, copy_run, summary_of
 from helpers.pages import loaded_from_elsewhere
 from helpers.servers import free_port, start_mlflow, stop_mlflow
@@ -21,9 +23,24 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from lightning_perf import always_on
+from lightning_perf.core.goodput import Attempt
 from lightning_perf.tracking.summary import text_of
 
 HUNG = [{"began": "2026-11-25T10:00:00+0000", "seconds": 300.0, "text": "rank 3 waits"}]
+
+
+def leave_attempt(
+    folder: Path, process: dict[str, Any], began: float, seen: float, job: str = ""
+) -> str:
+    """The file of an attempt of a process that was killed; returns its name."""
+    moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(began))
+    name = f"{moment}.000-{process['pid']}"
+    own = Attempt(
+        name, job or name, process["host"], process["pid"], "running", began, seen, *[0.0] * 9
+    )
+    (folder / "attempts").mkdir(parents=True, exist_ok=True)
+    (folder / "attempts" / f"{name}.json").write_text(json.dumps(asdict(own)))
+    return name
 
 
 def goodput(share: float) -> dict[str, Any]:
@@ -323,9 +340,8 @@ def test_a_run_that_hangs_gives_signs_of_life(tmp_path: Path, capsys: Any) -> No
         path.write_text(text_of(summary_of(name, "running", process=process, hangs=hangs)))
         os.utime(path, (time.time() - ago * 3600,) * 2)
         if beat is not None:
-            file = path.parent / "attempts" / "20261125-090000.000-1.json"
-            file.touch()
-            os.utime(file, (time.time() - beat * 3600,) * 2)
+            seen = time.time() - beat * 3600
+            leave_attempt(path.parent, process, time.time() - (ago + 1) * 3600, seen)
 
     here, gone = {"host": platform.node(), "pid": os.getpid()}, 2**22 + 1
     away = {"host": "elsewhere", "pid": 1}
@@ -346,6 +362,62 @@ def test_a_run_that_hangs_gives_signs_of_life(tmp_path: Path, capsys: Any) -> No
     assert wasted == {"killed": 16, "hangs": 24, "lost": 24, "unknown": 24, "trains": 0}
 
 
+def test_attempts_of_a_job_count_once_each_up_to_their_last_sign_of_life(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """Whichever folder they are in: killed ones, those that have no summary, and a copy's."""
+    now = time.time() - 100 * 3600
+    killed = [{"host": platform.node(), "pid": 2**22 + number} for number in range(4)]
+
+    def summarize(folder: str, process: dict[str, Any]) -> Path:
+        """An hour of training was reported, and written just now, as when files are copied."""
+        path = tmp_path / folder / "summary.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(text_of(summary_of(folder, "running", process=process)))
+        return path.parent
+
+    # The first was killed after 2 hours; the next one, 3 hours later, replaced its summary.
+    first = summarize("first", killed[1])
+    job = leave_attempt(first, killed[0], now, now + 2 * 3600)
+    leave_attempt(first, killed[1], now + 5 * 3600, now + 6.5 * 3600, job)
+    # One that resumed it has a summary in a folder of its own, and one of another job there.
+    summarize("resumed", killed[2])
+    leave_attempt(first, killed[2], now + 10 * 3600, now + 14 * 3600, job)
+    leave_attempt(first, killed[3], now + 20 * 3600, now + 30 * 3600)
+    found = shown(capsys, str(tmp_path))
+    hours = {name: each["device_hours"] / 8 for name, each in found.items()}
+    assert hours == {"first": pytest.approx(3.5), "resumed": pytest.approx(4)}
+    assert {each["state"] for each in found.values()} == {"killed"}
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_before_its_first_report_has_its_hours(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """Up to its last sign of life, though no report has written a summary."""
+
+    class Waits(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                time.sleep(1000)
+            return super().training_step(batch, batch_idx)
+
+    def train() -> None:
+        options = {"max_epochs": 9, "logger": False, "log_every_n_steps": 50}
+        trainer(tmp_path, always_on(show_summary=False), **options).fit(Waits())
+
+    process = get_context("fork").Process(target=train)
+    process.start()
+    until(lambda: [*tmp_path.glob("*/attempts/*.json")] and [*tmp_path.glob("*/summary.json")])
+    process.kill()
+    process.join()
+    (file,) = tmp_path.glob("*/attempts/*.json")
+    its = json.loads(file.read_text())
+    (found,) = shown(capsys, str(tmp_path)).values()
+    assert found["state"] == "killed"
+    assert found["device_hours"] == pytest.approx((its["seen"] - its["began"]) / 3600)
+
+
 def test_a_killed_run_of_mlflow_does_not_hang(
     client: MlflowClient, experiment: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -357,7 +429,10 @@ def test_a_killed_run_of_mlflow_does_not_hang(
             client, experiment, name, hours=1, ago=ago, status="RUNNING", folder=tmp_path,
             summary=summary_of(name, "running", hangs=HUNG, process=process),
         )  # fmt: skip
-        states[name] = shown(capsys)[name]["state"]
+        found = shown(capsys)[name]
+        states[name] = found["state"]
+        if name == "here":  # no time since its last sign of life
+            assert found["device_hours"] == pytest.approx(8, rel=0.01)
     assert states["here"] == "killed"
     assert states["away"] == f"hanging since {HUNG[0]['began']}"
     assert states["old"].startswith("lost since 20")

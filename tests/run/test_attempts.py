@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_perf import SpeedMonitor, Timings, always_on
 from lightning_perf.run import attempts, summary
 from lightning_perf.run.stages import Progress
+from lightning_perf.tracking import attempts as files
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.summary import read_summary, rows
 
@@ -414,7 +415,7 @@ def waits(folder: Path) -> None:
 
 def test_the_number_of_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one and the latest ones stay, and the steps of those between count as kept."""
-    monkeypatch.setattr(attempts, "MOST", 5)
+    monkeypatch.setattr(files, "MOST", 5)
     checkpoint = fit(tmp_path)
     (folder,) = (path.parent for path in tmp_path.rglob("attempts/*.json"))
     (path,) = folder.iterdir()
@@ -448,7 +449,7 @@ def test_attempts_are_not_written_through_a_link(
 ) -> None:
     """Nor are old ones read or removed there; one warning says so."""
     monkeypatch.setenv("LIGHTNING_PERF_RUN", "job")
-    monkeypatch.setattr(attempts, "MOST", 2)
+    monkeypatch.setattr(files, "MOST", 2)
     (outside := tmp_path / "outside").mkdir()
     for number in range(4):
         (outside / f"20260101-00000{number}.000-1.json").write_text("theirs")
