@@ -127,7 +127,7 @@ class Memray(RecordsChildren):
     Example:
         >>> import lightning as L
         >>> from lightning_perf import Memray
-        >>> profiler = Memray(schedule="at 0.5dur for 5ba", flamegraph=True)
+        >>> profiler = Memray(schedule="at 0.5dur for 5ba")
         >>> trainer = L.Trainer(callbacks=[profiler], logger=False)
     """
 

@@ -263,6 +263,8 @@ def test_runs_of_the_same_name_do_not_share_a_folder(tmp_path: Path) -> None:
         assert trace["run_name"] == path.split("/")[0]  # a trace says which folder it is from
 
 
+# Lightning before 2.5.1 writes hparams.yaml without hyperparameters, too, and then warns of it.
+@pytest.mark.filterwarnings("ignore:Experiment logs directory")
 def test_runs_in_different_working_folders_do_not_share_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import torch
 from helpers.command import until
 from helpers.faults import ForkServer
 from helpers.small import RANKS, Records, Small, trainer
+from helpers.versions import REPEATED
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger
 from torch import Tensor
@@ -337,7 +338,7 @@ def test_a_named_run_that_has_finished_is_kept(
     assert (folder / "report-2.html").exists()
     assert any("summary.json is the summary of another run" in text for text in said)
     fit(tmp_path, callback=Timings(), steps=12, checkpoint=checkpoint)
-    assert trained(folder) == {"summary-2.json": 5, "summary.json": 11}
+    assert trained(folder) == {"summary-2.json": 5, "summary.json": 11 - REPEATED}
     first, second, third = recorded(tmp_path)["job"]
     assert first["job"] == third["job"] != second["job"]
     assert read_summary(folder / "summary.json")["goodput"]["attempts"] == 2

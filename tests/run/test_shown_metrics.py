@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from helpers.small import RANKS, Small, trainer
+from helpers.versions import before
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     ModelCheckpoint,
@@ -51,6 +52,8 @@ class Logs(Small):
 @pytest.mark.parametrize("kind", [Bar, RichBar])
 def test_progress_bars_show_the_last_report(tmp_path: Path, kind: Any) -> None:
     """The bar shows our metrics beside those of the module."""
+    if kind is RichBar and before("2.5.3") and not before("14.1", "rich"):
+        pytest.skip("Lightning before 2.5.3 ends the run: its RichProgressBar needs rich<14.1")
     bar, speed = kind(), SpeedMonitor(window_size=4)
     flops = Flops(peak_flops=PEAK, schedule="every 4ba")
     run = trainer(tmp_path, speed, flops, bar, enable_progress_bar=True, log_every_n_steps=4)
