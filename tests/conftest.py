@@ -181,6 +181,13 @@ def records() -> Any:
 
 
 @pytest.fixture(autouse=True)
+def _counts_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no busy machine decide which batches of a compiled module are counted."""
+    if meter := sys.modules.get("lightning_perf.run.flop_meter"):
+        monkeypatch.setattr(meter, "FREE_SECONDS", float("inf"))
+
+
+@pytest.fixture(autouse=True)
 def _no_unexpected_warning(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fail a test whose training logs a warning of ours, as such warnings never raise there."""
     yield

@@ -152,7 +152,7 @@ def _checkpoints(attempts: Sequence[Attempt], interruptions: int, costly: bool) 
     if not 0 < best < interval / _SHORTER:
         return {"checkpoint_interval": interval}
     # On average half an interval is repeated.
-    loss = interruptions * best / 2 + cost * (trained / best - saves)
+    loss = interruptions * best / 2 + cost * trained / best
     return {"checkpoint_interval": interval, "advised_interval": best, "advised_loss": loss}
 
 

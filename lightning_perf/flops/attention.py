@@ -105,7 +105,7 @@ class Attention:
         queries, keys = query.size(length), key.size(length)
         squares = query.numel() // (query.size(-1) * queries) if queries else 0
         blocks = call.get("block_mask")
-        if blocks is not None:
+        if blocks is not None and not _is_trivial(blocks):
             return _of_blocks(blocks, squares, queries, keys, per_pair)
         return _sum(per_pair * squares, [mask.pairs(queries, keys)])
 
@@ -126,6 +126,16 @@ def _lengths(queries: Sequence[int], keys: Sequence[int]) -> list[tuple[int, int
 def _sum(per_pair: int, squares: Sequence[tuple[int, int]]) -> Work:
     counted, hidden = (sum(column) for column in zip(*squares, strict=True))
     return Work(per_pair * counted, per_pair * hidden)
+
+
+def _is_trivial(mask: Sequence[Any]) -> bool:
+    """Whether a ``BlockMask`` on a shadow, which has no values, is the one that hides nothing."""
+    partial, indices = mask[2:4]
+    if not hasattr(partial, "fake_mode"):
+        return False
+    if partial.numel() != 1 or indices.numel() != 1:
+        raise NotImplementedError
+    return True
 
 
 def _of_blocks(

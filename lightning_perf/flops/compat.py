@@ -98,6 +98,12 @@ def current_mode() -> object:
     return None if find is None else find()
 
 
+def modes() -> Sequence[object]:
+    """The dispatch modes of the calling thread, the innermost first; empty without torch's help."""
+    find = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", None)
+    return [] if find is None else find()[::-1]
+
+
 def leave(mode: object) -> None:
     """Take the innermost dispatch mode of the calling thread off torch's stack."""
     if current_mode() is mode:

@@ -18,8 +18,10 @@ from lightning_perf.flops.compat import (
     is_in_backward,
     is_recomputation,
     leave,
+    modes,
     parts_of,
 )
+from lightning_perf.flops.external import COMPILED as COMPILED
 from lightning_perf.flops.external import Wrapped
 from lightning_perf.flops.operators import (
     CUDNN,
@@ -287,9 +289,9 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _active() -> FlopCounter | None:
-    """The counter of the calling thread, if it counts."""
-    mode = current_mode()
-    return mode if isinstance(mode, FlopCounter) and not mode.paused else None
+    """The counter of the calling thread, if it counts; torch may have modes inside of it."""
+    counter = next((mode for mode in modes() if isinstance(mode, FlopCounter)), None)
+    return None if counter is None or counter.paused else counter
 
 
 _PATCHES = Patches(FlopCounter, lambda: Wrapped(_active))

@@ -314,6 +314,10 @@ def _call(
     return out
 
 
+#: How calls of compiled graphs are listed: most of their kernels are none of torch's operators.
+COMPILED = "functions compiled by torch.compile"
+
+
 class Wrapped:
     """Wraps what `EXTERNAL` names in packages that are imported, until `restore`.
 
@@ -339,6 +343,9 @@ class Wrapped:
         with suppress(Exception):
             kernels = vars(sys.modules["triton.runtime.jit"])["JITFunction"]
             self._replace(kernels, "run", self._noted(vars(kernels)["run"]))
+        with suppress(Exception):
+            graphs = vars(sys.modules["torch._inductor.output_code"])["CompiledFxGraph"]
+            self._replace(graphs, "__call__", self._noted_graph(vars(graphs)["__call__"]))
 
     def _wrap(self, address: str, formula: Any) -> None:
         owner, name, function = _find(address)
@@ -375,6 +382,15 @@ class Wrapped:
             return original(kernel, *args, **kwargs)
 
         return run
+
+    def _noted_graph(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            if (counter := self._active()) is not None:
+                counter.add_unknown(COMPILED)
+            return original(graph, *args, **kwargs)
+
+        return call
 
     def restore(self) -> None:
         """Restore what is still wrapped, also in modules that were imported meanwhile."""

@@ -78,7 +78,8 @@ class Machine:
         multiply = multiply_int8 if dtype == torch.int8 else torch.mm
 
         def run() -> Tensor:
-            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            # This thread has no autocast; leaving one would clear the cache of all threads.
+            with torch.no_grad():
                 return multiply(a, a)
 
         return run
@@ -217,6 +218,8 @@ def fastest_rate(
     """Return the largest rate of several sizes, in FLOP/s; None if it was not measured."""
     make = partial(machine.product, dtype=dtype, device=device)
     best_rate = partial(_best_rate, machine, device)
+    if device.type == "meta":  # it computes nothing
+        return None
     if device.type != "cpu":
         return best_rate(_SIZES, make, budget) or None
     threads = machine.threads()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
@@ -227,6 +228,8 @@ def _count(
     with copy_mode(mode):
         shadow, fake, copies = _copy(module, batch, isolated)
     detach(shadow, wrapped(module) or module, copies, closures)
+    if isolated:  # what a step warns of, it has warned of in the training
+        warnings.simplefilter("ignore")
     # Runs compiled global functions, which cannot be found, without compilation.
     with torch.compiler.set_stance("force_eager"), mode, FlopCounter() as counter:
         loss = step(shadow, fake)

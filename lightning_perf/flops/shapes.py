@@ -346,7 +346,7 @@ _CHECKED_AFTER, _CHECKED_EVERY = 40, {True: 60, False: 200}
 #: The last part of the signature of the first batch of an epoch, which often does more than others,
 #: such as logging images, and how many of them are counted: at first and after a change.
 _FIRST, _FIRSTS = "first", 16
-#: At most one batch in 20 is counted, after the first 30 counted ones.
+#: At most one batch in 20 is counted, after the first 30 counted ones, or one in 40 after more.
 _PER_COUNT, _FREE = 20, 30 * 20
 
 
@@ -392,6 +392,10 @@ class FlopCache:
         if due and signature in self._samples:
             return None
         return self.costs.get(signature)
+
+    def known(self, signature: Signature) -> BatchCost | None:
+        """Return the cost that is known of a signature, or of others than the first of an epoch."""
+        return self.costs.get(signature) or self.costs.get(signature[:-1])
 
     def count(self, signature: Signature, counts: Counts) -> Counts:
         """Add the counts of a batch; return what other batches of its signature cost on average.
@@ -499,8 +503,12 @@ class FlopCache:
         return True
 
     def _wait(self, batches: int) -> None:
-        """Count again after some batches, or after more if too many were counted."""
-        self._due = max(self._batches + batches, _PER_COUNT * self._counted - _FREE)
+        """Count again after some batches, or after more if too many were counted.
+
+        What changes all the time must not go unnoticed: not after more than until the first check.
+        """
+        late = min(_PER_COUNT * self._counted - _FREE, self._batches + _CHECKED_AFTER)
+        self._due = max(self._batches + batches, late)
 
     def _forget(self) -> None:
         """Start anew with what has changed."""

@@ -152,7 +152,7 @@ class PerfCallback(Callback):
                 raise
             self.disable("setup", error)
             return
-        self._attach(pl_module)
+        self._attach(trainer, pl_module)
         run.join(self)
         self._context, self._progress, self.disabled = run, run.progress, False
         self.call(self.prepare, run, reraise=True)
@@ -194,12 +194,14 @@ class PerfCallback(Callback):
             trainer.callbacks = callbacks
         return run
 
-    def _attach(self, module: LightningModule) -> None:
+    def _attach(self, trainer: Any, module: LightningModule) -> None:
         """A run begins: checkpoints keep the state, and Lightning skips unused hooks."""
         if type(self).state_key is PerfCallback.state_key:
             vars(self)["state_key"] = self.kind
         vars(self).update({name: getattr(module, name) for name in _ATTACHED})
-        skip_unused(self)
+        # A callback of the user's that delegates to this one calls all of its hooks.
+        if any(each is self for each in trainer.callbacks):
+            skip_unused(self)
 
     def detach(self) -> None:
         """The run has ended: remove what was set on this object for it."""

@@ -20,6 +20,7 @@ from lightning_perf.errors import ConfigError, describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchCounter, BatchRecord
+from lightning_perf.run.flop_meter import COUNTING
 from lightning_perf.run.run import Run
 from lightning_perf.run.summary import LiveSummary, end_summary, hang_summary, log_folder
 from lightning_perf.run.termination import Termination, signals_held
@@ -172,6 +173,8 @@ class RunContext(Run):
         if not self.begun:
             self._counter = BatchCounter([self.module, *self._data_owners])
         limits = Limits()
+        if self.spans.recorder is not None:
+            self.meter.span = self.spans.recorder.cache["callbacks", COUNTING]
         self.meter.start(stage)
         if stage == "train":
             limits = self._read_limits()

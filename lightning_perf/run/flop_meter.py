@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 
 from lightning_perf.errors import describe, warn
 from lightning_perf.flops.child import can_fork, handled_signals, in_child
-from lightning_perf.flops.counter import Counts, FlopCounter, weighted
+from lightning_perf.flops.counter import COMPILED, Counts, FlopCounter, weighted
 from lightning_perf.flops.peaks import BatchCost as BatchCost
 from lightning_perf.flops.peaks import PeakResolver
 from lightning_perf.flops.shadow import count_on_shadow, is_compiled
@@ -49,8 +49,12 @@ _TRIES = 8
 #: Seconds that counting takes at most, with torch's calls of the counter, by those of the counter
 #: itself (measured: 4 to 11).
 _WITH_CALLS = 15
+#: The name of the time in which a shadow is counted.
+COUNTING = "lightning_perf.count_flops"
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
+#: Seconds that counts on a shadow of known batches may take, and the share of the time beyond them.
+FREE_SECONDS, _SHARE = 2.0, 0.02
 #: CPU time of a forked count, and more per submodule: ten times what blocks of transformers take.
 _SECONDS, _SECONDS_PER_PART = 5.0, 0.05
 _UNTRACKED = (
@@ -90,8 +94,14 @@ class FlopMeter:
         self.counting_seconds: tuple[float, float] | None = None
         #: When its step began, by the clock of batches; 0 before any.
         self.began = 0.0
+        #: The span of counting on a shadow, which is no part of the step.
+        self.span: AbstractContextManager[Any] = NOTHING
+        # Seconds of all such counts, and when the first one began.
+        self._shadow_seconds, self._shadow_began = 0.0, math.inf
         self._stage = ""
         self._declares = self._compiled = False
+        # Whether a module that is not compiled has called compiled functions.
+        self._calls_compiled = False
         #: Whether the module declares the FLOPs of this stage's batches.
         self._declared = False
         #: The last declared value and its cost.
@@ -128,9 +138,11 @@ class FlopMeter:
         """Prepare for a stage and resolve the peak, before any batch is timed."""
         if not self.wanted:
             return
-        self._declares = getattr(self.module, "flops_per_batch", None) is not None
+        self._declares = True
+        with suppress(Exception):  # of a property, which the first batch reports
+            self._declares = getattr(self.module, "flops_per_batch", None) is not None
         self._last_declared = None
-        self._compiled = is_compiled(self.module)
+        self._compiled = self._compiled or is_compiled(self.module)
         self.resume(stage)
         self.peaks.get(self.peaks.dtype)
 
@@ -214,12 +226,20 @@ class FlopMeter:
         elif not cache.tries or (cache.skips >= _TRIES and self.skipped):
             pass  # there is nothing to count, or not before a batch that is not skipped
         elif self._compiled:
-            self._count_on_shadow(cache, batch, arguments)
+            self.work = cache.known(self._signature) if self._shadow_spent else None
+            if self.work is None:
+                self._count_on_shadow(cache, batch, arguments)
         else:
             strategy, counter = self._trainer.strategy, FlopCounter()
             self._backwards.wrap_in_context(strategy, "backward", self._in_backward)
             # Last, because nothing would stop it after an error above.
             self.counting = _Counting(counter)
+
+    @property
+    def _shadow_spent(self) -> bool:
+        """Whether counts on a shadow have taken as long as they may for now."""
+        allowed = FREE_SECONDS + _SHARE * (self.began - self._shadow_began)
+        return self._shadow_seconds > allowed
 
     def _in_backward(self) -> AbstractContextManager[Any]:
         counting = self.counting
@@ -238,9 +258,32 @@ class FlopMeter:
 
     def _count_on_shadow(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         self.counted = True
-        step = partial(self._step, arguments=arguments)
         began = perf_counter()
-        # A step may change more than its module, and a child has a copy of everything.
+        self._shadow_began = min(began, self._shadow_began)
+        try:
+            with self.span:
+                shadow, closures = self._run_shadow(batch, partial(self._step, arguments=arguments))
+        except (RuntimeError, OSError) as error:  # no process can be started
+            if self._calls_compiled:  # the rest can be counted, and what is compiled be named
+                self._compiled = False
+                return
+            cache.tries = 0
+            self._warn_unpredictable(
+                f"the FLOPs of this compiled module cannot be counted ({error}): mfu is not "
+                "reported."
+            )
+            return
+        finally:
+            self._shadow_seconds += perf_counter() - began
+        self.counting = _Counting(shadow, closures, perf_counter() - began)
+
+    def _run_shadow(
+        self, batch: Any, step: Callable[[Any, Any], Any]
+    ) -> tuple[Counts, list[Counts]]:
+        """Count a step and its closures; in a child process where one can be forked.
+
+        A step may change more than its module, and a child has a copy of everything.
+        """
         apart = can_fork(self._trainer.strategy.root_device)
 
         def count() -> tuple[Counts, list[Counts]]:
@@ -248,24 +291,14 @@ class FlopMeter:
             counts = count_on_shadow(self.module, batch, step, closures, isolated=apart)
             return counts, closures
 
-        try:
-            if apart:
-                parts = sum(1 for _ in self.module.modules())
-                shadow, closures = in_child(count, _SECONDS + _SECONDS_PER_PART * parts)
-            else:
-                # A handler that saved a checkpoint meanwhile would save tensors without data.
-                # Ctrl-C ends what hangs.
-                handled, ctrl_c = handled_signals().items(), signal.default_int_handler
-                with signals_held(number for number, handler in handled if handler is not ctrl_c):
-                    shadow, closures = count()
-        except (RuntimeError, OSError) as error:  # no process can be started
-            cache.tries = 0
-            self._warn_unpredictable(
-                f"the FLOPs of this compiled module cannot be counted ({error}): mfu is not "
-                "reported."
-            )
-            return
-        self.counting = _Counting(shadow, closures, perf_counter() - began)
+        if apart:
+            parts = sum(1 for _ in self.module.modules())
+            return in_child(count, _SECONDS + _SECONDS_PER_PART * parts)
+        # A handler that saved a checkpoint meanwhile would save tensors without data. Ctrl-C ends
+        # what hangs.
+        handled, ctrl_c = handled_signals().items(), signal.default_int_handler
+        with signals_held(number for number, handler in handled if handler is not ctrl_c):
+            return count()
 
     def _step(self, module: Any, batch: Any, arguments: Sequence[Any]) -> Any:
         """Run the stage's step of a module in the precision plugin's context."""
@@ -306,6 +339,11 @@ class FlopMeter:
     def _store(self, counts: Counts) -> None:
         assert self._cache is not None  # found before the batch was counted
         cache = self._cache
+        if COMPILED in counts.untracked_names and not self._calls_compiled:
+            self._calls_compiled = self._compiled = True  # from the next batch on
+            self._caches.clear()
+            self._cache = None
+            return
         if counts.untracked_names and not self.not_counted:
             self.not_counted = names = ", ".join(sorted({*counts.untracked_names}))
             if self._trainer.global_rank == 0:

@@ -89,7 +89,11 @@ class FirstHooks(_Hooks):
             return
         run.begin(stage)
         self._before = [each for each in run.members if each.overrides("before_batch")]
-        setattr(self, f"on_{word}_batch_start", self._before and partial(self._batch_start, stage))
+        setattr(
+            self,
+            f"on_{word}_batch_start",
+            partial(self._batch_start, stage) if self._before else None,
+        )
         self._after[stage] = [
             (f"[Callback]{each.state_key}.on_{word}_batch_end", each)
             for each in run.members

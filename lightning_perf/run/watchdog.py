@@ -211,10 +211,12 @@ class _Watch:
         if pause > self._after / 2:
             self._phase = run.stage, self._clock.running.category
             limit = self._limit(run)
-        if run.ranks.world_size > 1:
-            self._answer(run, pause, limit * self._patience)
-        if self._state is None and pause > limit * self._patience:
-            self._suspect(run, pause)
+        asked = run.ranks.world_size > 1 and self._files.is_asked(run)
+        if asked:
+            self._answer(run, pause, limit)
+        # Ranks have limits of their own: one that waits for another must not answer that it moves.
+        if self._state is None and pause > limit * (1 if asked else self._patience):
+            self._suspect(run, pause, asked)
         if self._decides < inf:
             self._decide(run)
         name = stacks_file(run.ranks.global_rank)
@@ -290,11 +292,13 @@ class _Watch:
 
     # -- this rank --------------------------------------------------------------------------------
 
-    def _suspect(self, run: Run, pause: float) -> None:
+    def _suspect(self, run: Run, pause: float, asked: bool) -> None:
         """This rank makes no progress: write what it does."""
         own = self._stacks.own()
         frames = self._frames(own)
         if is_debugged(frames):
+            if asked:
+                self._files.answer(run, self._describe(run, (), pause, moves=True))
             return
         alone = run.ranks.world_size == 1
         self._state = replace(self._describe(run, frames, pause), complete=False)
@@ -357,9 +361,7 @@ class _Watch:
     # -- all ranks --------------------------------------------------------------------------------
 
     def _answer(self, run: Run, pause: float, limit: float) -> None:
-        """Write this rank's state if a rank has asked since the last look."""
-        if not self._files.is_asked(run):
-            return
+        """Let a rank that has asked know this rank's state."""
         if self._state is not None:
             self._state = replace(self._state, seconds=pause)
             self._files.answer(run, self._state)

@@ -88,9 +88,15 @@ def post(url: str, content: object) -> None:
     Raises:
         OSError: The server cannot be reached, is too slow or refuses it.
     """
-    from urllib.request import Request, urlopen
+    from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+    class Refuses(HTTPRedirectHandler):
+        """Most redirections turn a POST into a GET without its content."""
+
+        def redirect_request(self, *_: object) -> None:
+            """Let the answer be an error."""
 
     body = json.dumps(finite(content), default=str).encode()
     request = Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 (of the user)
-    with urlopen(request, timeout=_TIMEOUT):  # noqa: S310
+    with build_opener(Refuses).open(request, timeout=_TIMEOUT):
         pass

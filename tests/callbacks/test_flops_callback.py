@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from helpers.fake_nvml import FakeGpu, FakeNvml, install
 from helpers.small import FLOPS_PER_SAMPLE, WIDTH, Records, Small, ours, trainer
 from lightning.pytorch import Callback
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_perf import (
@@ -24,10 +25,12 @@ from lightning_perf import (
     PerfWarning,
     SpeedMonitor,
     SystemMetrics,
+    Timings,
 )  # fmt: skip
 from lightning_perf.background import wait_until
 from lightning_perf.flops import measure
 from lightning_perf.flops.peaks import BatchCost, Peak, PeakResolver, resolve_peak
+from lightning_perf.run import flop_meter
 from lightning_perf.run.batches import BatchRecord, BatchTotals
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.context import RunContext
@@ -150,6 +153,86 @@ def test_a_compiled_module_stays_compiled_and_is_counted(
     assert len(calls) == 16
     assert flops.metrics["batch_flops"] == 4 * 2 * (8 + 8)  # forward, and backward by the weight
     assert flops.metrics["mfu"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, in which an error would end it
+@pytest.mark.parametrize("branches", [False, True])
+def test_functions_that_inductor_compiles_are_counted_or_named(
+    tmp_path: Path, branches: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its kernels are no operators of torch: those of one query are counted from shapes.
+
+    If the step branches on values, which shapes do not tell, they are named, and the rest counts.
+    """
+
+    def pool(query: Tensor, keys: Tensor) -> Tensor:
+        return torch.softmax(query @ keys.transpose(1, 2), -1) @ keys
+
+    torch._dynamo.reset()
+    compiled = torch.compile(pool)
+
+    class Pools(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.net = nn.Parameter(torch.randn(1, 1, 16)), nn.Linear(8, 16)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            keys = self.net(batch[0])[None]
+            loss = compiled(self.query, keys).square().mean()
+            return loss if not branches or loss.item() >= 0 else -loss
+
+    flops = Flops(peak_flops=1e9)
+    with caplog.at_level("WARNING", logger="lightning_perf"):
+        trainer(tmp_path, flops, max_epochs=2).fit(Pools())
+    linear, products = 2 * 4 * 8 * 16, 2 * 4 * 16
+    assert flops.metrics["batch_flops"] == 2 * linear + (0 if branches else 3 * 2 * products)
+    assert ("functions compiled by torch.compile" in caplog.text) == branches
+
+
+@pytest.mark.parametrize(("free", "least"), [(0.0, 1), (inf, 12)])
+def test_counts_of_a_compiled_module_take_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Records, free: float, least: int
+) -> None:
+    """Once their time is used up, no batch of known shapes is counted again.
+
+    Their time is that of a callback.
+    """
+    monkeypatch.setattr(flop_meter, "FREE_SECONDS", free)
+    monkeypatch.setattr(flop_meter, "_SHARE", 0.0)
+    counts = []
+    count = flop_meter.FlopMeter._run_shadow
+
+    def slow(*args: Any) -> Any:
+        counts.append(1)
+        time.sleep(0.3 * (least == 1))
+        return count(*args)
+
+    monkeypatch.setattr(flop_meter.FlopMeter, "_run_shadow", slow)
+    model = Small()
+    model.net = torch.compile(Net(), backend="eager")
+    flops = Flops(peak_flops=1e9)
+    trainer(tmp_path, flops, Timings(), logger=records, max_epochs=8).fit(model)
+    assert len(counts) == 1 if least == 1 else len(counts) >= least
+    assert flops.metrics["batch_flops"] == 4 * 2 * (8 + 8)
+    spent = max(seconds for _, seconds in records.of("timings/callbacks"))
+    assert spent > 0.3 * (least == 1)
+
+
+def test_a_declaration_that_raises_is_reported_once(tmp_path: Path) -> None:
+    """Everything else is measured."""
+
+    class Declares(Small):
+        @property
+        def flops_per_batch(self) -> float:
+            raise ValueError("unknown")
+
+    flops, monitor = Flops(peak_flops=1e9), SpeedMonitor(window_size=4)
+    run = trainer(tmp_path, flops, monitor)
+    with pytest.warns(PerfWarning, match="flops_per_batch failed") as caught:
+        run.fit(Declares())
+    assert len(ours(caught)) == 1
+    assert monitor.metrics["throughput/batches_per_sec"] > 0
 
 
 def test_a_compiled_module_that_cannot_be_copied_trains_without_mfu(tmp_path: Path) -> None:

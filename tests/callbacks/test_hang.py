@@ -48,6 +48,14 @@ def reported(folder: Path) -> str:
     return path.read_text()
 
 
+class EndsLate(Small):
+    """One rank has a phase with a longer limit than that in which the other one waits."""
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 1:
+            hanging.sleep()
+
+
 #: Trainings that hang: the module, options, and what the report says.
 PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "worker": (
@@ -66,6 +74,10 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "rank": (
         partial(Hangs, hanging.sleep, 1), RANKS,
         f"rank 1 has been in forward ({line('sleep')}) for ",
+    ),
+    "end of an epoch": (
+        EndsLate, RANKS | {"max_epochs": 2},
+        f"rank 1 has been in other EndsLate.on_train_epoch_end ({line('sleep')}) for ",
     ),
     "GIL of a rank": (
         partial(Hangs, hanging.hold_gil, 1), RANKS,

@@ -127,7 +127,7 @@ def test_checkpoints_at_the_best_interval_are_advised() -> None:
     assert found["checkpoint_interval"] == 1800
     best = found["advised_interval"]
     assert best == pytest.approx(sqrt(2 * 2 * 7200))
-    assert found["advised_loss"] == pytest.approx(best / 2 + 2 * (7200 / best - 4))
+    assert found["advised_loss"] == pytest.approx(best / 2 + 2 * 7200 / best)
     assert found["advised_loss"] < found["losses"]["repeated_steps"] == 1800
     assert [*texts(found)][1:] == [
         "lost: repeated steps 30 min (checkpoints come every 30 min), restarts 2 min (1 of 2 min)",

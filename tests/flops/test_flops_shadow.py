@@ -64,6 +64,32 @@ def test_closed_formulas(make, batch, expected, compiled):
     assert flops(module, batch) == {"float32": expected}
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("masked", [False, True])
+def test_flex_attention(masked):
+    """It counts without a mask. A shadow has no values of a mask, and the error says so."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    mask = None
+    if masked:
+        mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, "cpu")
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mask = mask
+
+        def forward(self, x):
+            return flex.flex_attention(x, x, x, block_mask=self.mask)
+
+    x = torch.randn(2, 3, 256, 32)
+    with torch.no_grad():
+        if not masked:
+            assert flops(Attends(), x) == {"float32": 4 * 2 * 3 * 256 * 256 * 32}
+            return
+        with pytest.raises(ShadowError, match=r"sizes in .*flex_attention.* depend on data"):
+            flops(Attends(), x)
+
+
 def test_autocast_applies():
     """The step's own context decides the dtype of the products."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.small import (
@@ -583,8 +584,8 @@ def counted_batches(batches: int, cost: Callable[[int], int]) -> tuple[int, floa
         (lambda batch: 100, 12 + 3 + 50, 0),
         (lambda batch: 100 * (1 + (batch >= 3000)), 24 + 6 + 50, 0.02),
         (lambda batch: 100 * (1 + (batch < 24)), 32 + 3 + 50, 0.01),
-        (lambda batch: 1000 + batch, 30 + 10_000 / 20, 0.02),
-        (lambda batch: 1000 + batch // 30, 30 + 10_000 / 20, 0.02),
+        (lambda batch: 1000 + batch, 64 + 10_000 / 20, 0.02),
+        (lambda batch: 1000 + batch // 30, 64 + 10_000 / 20, 0.02),
         (lambda batch: 1000 + hash((batch, 7)) % 1000, 10_000 / 40, 0.05),
         (lambda batch: 1000 * (1 + (batch % 5 == 0)), 32 + 3 + 50, 0.01),
     ],
@@ -609,6 +610,18 @@ def test_changes_of_recomputation_or_masks_are_followed(kind: str) -> None:
             latest = getattr(cache.count((), Counts(model={"float32": 100}, **other)), kind)
             cache.store((), BatchCost())
     assert latest == {"float32": 125}
+
+
+def test_work_that_grows_all_the_time_is_followed() -> None:
+    """Many counts at its start do not keep later ones from being made."""
+    cache, counted = FlopCache(8), []
+    for batch in range(2000):
+        if cache.cost(()) is None:
+            counted.append(batch)
+            cost = cache.count((), Counts(model={"": 1 + batch // 10})).model_flops
+            cache.store((), BatchCost(total=cost))
+    assert max(np.diff(counted)) <= 41
+    assert len(counted) < 64 + 2000 / 20
 
 
 def test_a_check_counts_one_of_the_next_batches() -> None:

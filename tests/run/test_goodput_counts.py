@@ -97,7 +97,7 @@ class Process:
             reporting=SimpleNamespace(
                 root=lambda _: root, run_folder=lambda *_: run_folder, tags=None
             ),
-            windows=SimpleNamespace(subscribed=True), leaves_files=True,
+            windows=SimpleNamespace(subscribed=True), leaves_files=True, note_summary=lambda: None,
         )  # fmt: skip
 
     def does(self, kind: str, seconds: float) -> None:

@@ -48,6 +48,11 @@ class Handler(BaseHTTPRequestHandler):
         self.server.released.wait(60)
         self.send_response(self.server.answer)
         self.send_header("Content-Length", "0")
+        self.send_header("Location", "/moved")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -105,7 +110,7 @@ def test_a_server_that_hangs_delays_nothing(hook: Hook, monkeypatch: pytest.Monk
     assert hook.got[-1][1]["event"] == "hang"
 
 
-@pytest.mark.parametrize("answer", [404, 500])
+@pytest.mark.parametrize("answer", [301, 302, 303, 404, 500])
 def test_a_refused_event_is_one_warning_without_the_address(hook: Hook, answer: int) -> None:
     """It has the answer; further failures are counted at the end."""
     hook.answer = answer
