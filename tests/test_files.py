@@ -33,12 +33,12 @@ from lightning_perf.files import (
     walked,
     written_whole,
 )
-from lightning_perf.run.attempts import _read
 from lightning_perf.traces import combine
 from lightning_perf.traces.events import TraceError
 from lightning_perf.traces.summary import summarize
 from lightning_perf.traces.uploads import PendingUpload, append_pending
 from lightning_perf.traces.writer import RunFolder
+from lightning_perf.tracking.attempts import attempts_in
 from lightning_perf.tracking.fleet import in_folder
 from lightning_perf.tracking.runs import folders_of
 from lightning_perf.tracking.summary import SummaryError, read_summary
@@ -85,7 +85,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object], tuple[type[Exception], .
     ),
     "attempts": (
         "20261125-100000.000-7.json",
-        lambda path: _read(path.parent, "20261125-100000.000-7") + _read(path.parent, None),
+        lambda path: attempts_in(path.parent, "20261125-100000.000-7") + attempts_in(path.parent),
         (),
     ),
     "configuration": ("c.yaml", lambda path: from_environment(str(path)), (ConfigError,)),
