@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_perf.run.compat import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 #: Loggers that write below one folder, which a trial can move.
@@ -75,6 +75,19 @@ def moved_logger(logger: Any, folder: Path) -> Any:
 def move_root(trainer: Any, folder: Path) -> None:
     """Let what has no folder of its own write below this one."""
     trainer._default_root_dir = str(folder)
+
+
+class Batches:
+    """Stands for a batch sampler whose class cannot be changed."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.sampler)
 
 
 def end_workers(loader: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,14 @@ def test_other_loaders_are_named(tmp_path: Path) -> None:
     held = Held(tmp_path, batches=None, least=2, seconds=0.0)
     result = held.fit(tmp_path, Small(), Batches())
     assert result["notes"] == ["a Batches is no DataLoader whose arguments are tried"]
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+def test_a_list_of_batches_is_tried(tmp_path: Path, kind: Any) -> None:
+    """Their classes cannot be changed."""
+    loader = DataLoader(Course(), batch_sampler=kind([[3, 1], [0, 2, 5]]))
+    result = Held(tmp_path).fit(tmp_path, Small(), loader)
+    assert result["samples"] == ["[3, 1]", "[0, 2, 5]"] * 2
 
 
 def test_a_fit_without_a_module_fails_as_it_does_by_itself(tmp_path: Path) -> None:
