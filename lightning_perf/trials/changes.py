@@ -258,7 +258,15 @@ class LargerBatch(Change):
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         size, steps = getattr(seen.loader, "batch_size", None), seen.trainer.accumulate_grad_batches
-        if size and steps > 1 and seen.module.automatic_optimization:
+        # Intervals in batches would have more samples, and the callback accumulates in any case.
+        counted = isinstance(seen.trainer.val_check_interval, int) or isinstance(
+            seen.trainer.limit_train_batches, int
+        )
+        scheduled = any(
+            compat.is_a(each, "GradientAccumulationScheduler") for each in seen.trainer.callbacks
+        )
+        fits = seen.module.automatic_optimization and not (counted or scheduled)
+        if size and steps > 1 and fits:
             yield cls({"batch_size": size * steps, "accumulate_grad_batches": 1})
 
     @property

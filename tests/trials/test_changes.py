@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.small import Small, trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -127,6 +127,22 @@ def test_own_computing_proposes_faster_computing(tmp_path: Path) -> None:
     assert {"batch_size=16", "torch.compile of layers", "channels_last"} <= set(given)
     assert ("precision=bf16-mixed" in given) == compat.computes_bfloat16(torch.device("cpu"))
     assert not {"pin_memory=True", 'torch.set_float32_matmul_precision("high")'} & set(given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val_check_interval": 2}, {"limit_train_batches": 8}, {"overfit_batches": 8},
+        {"callbacks": [GradientAccumulationScheduler({0: 4})]},
+    ],
+)  # fmt: skip
+def test_batches_that_are_counted_stay(tmp_path: Path, options: Any) -> None:
+    """Fewer of them in an epoch would be another training, or none."""
+    if "callbacks" not in options:
+        options = {"accumulate_grad_batches": 4, **options}
+    found = seen(tmp_path, verdict("healthy"), **options)
+    found.trainer.accumulate_grad_batches = 4
+    assert names(found, "batch") == []
 
 
 def test_intervals_are_those_of_the_advice(tmp_path: Path) -> None:
