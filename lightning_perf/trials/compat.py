@@ -45,11 +45,37 @@ def is_tuning(trainer: Any) -> bool:
     return any(getattr(each, "_early_exit", False) for each in trainer.callbacks)
 
 
+class Accepting:
+    """Has every attribute and item, and accepts all calls, as an experiment or its parts do."""
+
+    def __getattr__(self, name: str) -> Accepting:
+        if name.startswith("__"):  # copies, pickles and arrays ask for these
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Accepting:
+        return self
+
+    def __getitem__(self, key: Any) -> Accepting:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> Accepting:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
 class Discarded(_OWN.loggers.logger.DummyLogger):  # type: ignore[misc]
     """Stands for a logger that would write elsewhere; it accepts all calls."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
+        self._experiment = Accepting()
         self._folder = folder
 
     @property
