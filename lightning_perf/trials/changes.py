@@ -464,14 +464,16 @@ class ValidationInterval(Change):
 
     sets = "trainer", ""
     group, codes, keeps = "validation", ("validation-bound",), ("validation",)
-    line = "# Halve patience (EarlyStopping, ReduceLROnPlateau), which counts validations."
+    line = "# Halve the patience of EarlyStopping, which counts validations."
 
     @override
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         trainer = seen.trainer
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
-        if not isinstance(every, int | float):  # a time
+        # A scheduler that reads the metric fails in an epoch without it.
+        reads = any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs)
+        if reads or not isinstance(every, int | float):  # a time
             return
         share = every if isinstance(every, float) else every / trainer.num_training_batches
         once = epochs is not None and share > _MOST  # per epoch

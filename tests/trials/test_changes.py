@@ -196,6 +196,26 @@ def test_half_as_many_validations(
     assert [each.period(found) for each in proposed] == ([period] if period else [])
 
 
+def test_a_scheduler_that_reads_validation_keeps_it(tmp_path: Path) -> None:
+    """It fails in an epoch without its metric."""
+
+    class Plateau(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "monitor": "loss"}]
+
+    found = seen(tmp_path, verdict("validation-bound"), module=Plateau(), max_epochs=1)
+    assert names(found, "validation") == ["check_val_every_n_epoch=2"]
+    found.trainer.fit(found.module)
+    assert names(found, "validation") == []
+
+
 def test_values_travel_as_json(tmp_path: Path) -> None:
     """The process of a trial makes the same change again."""
     every = [verdict(code) for kind in CHANGES for code in kind.codes]
