@@ -53,7 +53,8 @@ class Accepting:
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Accepting:
+    def __call__(self, *_: Any, **options: Any) -> Accepting:  # noqa: ARG002
+        """Any method."""
         return self
 
     def __getitem__(self, key: Any) -> Accepting:
