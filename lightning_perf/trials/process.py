@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 VARIABLE, RESULT, TRAINER = "LIGHTNING_PERF_TRIAL", "result.json", "trainer"
 #: Seconds between looks at a process.
 _PAUSE = 0.2
-#: In the commands of processes that unlink shared memory, and end, when its users have ended, and
-#: the seconds for it.
-_CLEANERS, _CLEANING = re.compile("resource_tracker import main|torch_shm_manager"), 5.0
+#: In the commands of processes that free shared memory, and end, when its users have ended.
+_CLEANERS = re.compile("resource_tracker import main|torch_shm_manager")
 #: Bytes of the output that are searched for the last line, and characters of it.
 _LAST, _LINE = 20_000, 300
 #: An exception's line, which launchers write more lines after.
@@ -192,17 +191,11 @@ def _memory(processes: Sequence[psutil.Process]) -> int:
 def stop(process: subprocess.Popen[bytes], started: set[psutil.Process]) -> None:
     """End a process and all that it has started, those that outlive it included."""
     family = started.union(_family(process.pid))
-    cleaners = {each for each in family if _cleans(each)}
     if process.poll() is None:
         process.kill()
-    # Parents first: a script must not go on after the training.
-    _kill(family - cleaners)
+    _kill(family)
     process.wait()
-    group = {each for each in psutil.process_iter() if _group(each) == process.pid}
-    cleaners |= {each for each in group - family if _cleans(each)}
-    _kill(group - cleaners)
-    psutil.wait_procs(cleaners, _CLEANING)
-    _kill(cleaners)
+    _kill({each for each in psutil.process_iter() if _group(each) == process.pid})
 
 
 def _cleans(process: psutil.Process) -> bool:
@@ -219,6 +212,8 @@ def _group(process: psutil.Process) -> int | None:
 
 
 def _kill(processes: set[psutil.Process]) -> None:
+    """Parents first: a script must not go on after the training."""
     for each in sorted(processes, key=_began):
         with suppress(psutil.Error):
-            each.kill()  # not another process that has its number now
+            if not _cleans(each):
+                each.kill()  # not another process that has its number now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,9 +187,12 @@ def test_shared_memory_is_freed(in_tmp: Path) -> None:
     trials = Experiment([sys.executable, "-c", SHARES], 1, 1, [], print)
     assert trials.run(Setting()).error is None
     trials.close()
-    names = (in_tmp / "names").read_text().split()
-    assert [Path("/dev/shm", each).exists() for each in names] == [False] * 3
     assert has_ended(in_tmp)
+    files = [Path("/dev/shm", each) for each in (in_tmp / "names").read_text().split()]
+    end = time.monotonic() + 10
+    while any(each.exists() for each in files) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert [each.exists() for each in files] == [False] * 3
 
 
 def failure(code: str) -> str:
