@@ -258,7 +258,15 @@ class LargerBatch(Change):
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         size, steps = getattr(seen.loader, "batch_size", None), seen.trainer.accumulate_grad_batches
-        if size and steps > 1 and seen.module.automatic_optimization:
+        # Intervals in batches would have more samples, and the callback accumulates in any case.
+        counted = isinstance(seen.trainer.val_check_interval, int) or isinstance(
+            seen.trainer.limit_train_batches, int
+        )
+        scheduled = any(
+            compat.is_a(each, "GradientAccumulationScheduler") for each in seen.trainer.callbacks
+        )
+        fits = seen.module.automatic_optimization and not (counted or scheduled)
+        if size and steps > 1 and fits:
             yield cls({"batch_size": size * steps, "accumulate_grad_batches": 1})
 
     @property
@@ -456,14 +464,16 @@ class ValidationInterval(Change):
 
     sets = "trainer", ""
     group, codes, keeps = "validation", ("validation-bound",), ("validation",)
-    line = "# Halve patience (EarlyStopping, ReduceLROnPlateau), which counts validations."
+    line = "# Halve the patience of EarlyStopping, which counts validations."
 
     @override
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         trainer = seen.trainer
         every, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
-        if not isinstance(every, int | float):  # a time
+        # A scheduler that reads the metric fails in an epoch without it.
+        reads = any(each.reduce_on_plateau for each in trainer.lr_scheduler_configs)
+        if reads or not isinstance(every, int | float):  # a time
             return
         share = every if isinstance(every, float) else every / trainer.num_training_batches
         once = epochs is not None and share > _MOST  # per epoch

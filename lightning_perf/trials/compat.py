@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_perf.run.compat import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 #: Loggers that write below one folder, which a trial can move.
@@ -45,11 +45,38 @@ def is_tuning(trainer: Any) -> bool:
     return any(getattr(each, "_early_exit", False) for each in trainer.callbacks)
 
 
+class Accepting:
+    """Has every attribute and item, and accepts all calls, as an experiment or its parts do."""
+
+    def __getattr__(self, name: str) -> Accepting:
+        if name.startswith("__"):  # copies, pickles and arrays ask for these
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **options: Any) -> Accepting:  # noqa: ARG002
+        """Any method."""
+        return self
+
+    def __getitem__(self, key: Any) -> Accepting:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> Accepting:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
 class Discarded(_OWN.loggers.logger.DummyLogger):  # type: ignore[misc]
     """Stands for a logger that would write elsewhere; it accepts all calls."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
+        self._experiment = Accepting()
         self._folder = folder
 
     @property
@@ -75,6 +102,19 @@ def moved_logger(logger: Any, folder: Path) -> Any:
 def move_root(trainer: Any, folder: Path) -> None:
     """Let what has no folder of its own write below this one."""
     trainer._default_root_dir = str(folder)
+
+
+class Batches:
+    """Stands for a batch sampler whose class cannot be changed."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.sampler)
 
 
 def end_workers(loader: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 VARIABLE, RESULT, TRAINER = "LIGHTNING_PERF_TRIAL", "result.json", "trainer"
 #: Seconds between looks at a process.
 _PAUSE = 0.2
+#: In the commands of processes that free shared memory, and end, when its users have ended.
+_CLEANERS = re.compile("resource_tracker import main|torch_shm_manager")
 #: Bytes of the output that are searched for the last line, and characters of it.
 _LAST, _LINE = 20_000, 300
 #: An exception's line, which launchers write more lines after.
@@ -192,11 +193,27 @@ def stop(process: subprocess.Popen[bytes], started: set[psutil.Process]) -> None
     family = started.union(_family(process.pid))
     if process.poll() is None:
         process.kill()
-    # Parents first: a script must not go on after the training.
-    for each in sorted(family, key=_began):
-        with suppress(psutil.Error):
-            each.kill()  # not another process that has its number now
+    _kill(family)
     process.wait()
+    _kill({each for each in psutil.process_iter() if _group(each) == process.pid})
+
+
+def _cleans(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return bool(_CLEANERS.search(" ".join(process.cmdline())))
+    return False
+
+
+def _group(process: psutil.Process) -> int | None:
     if sys.platform != "win32":
-        with suppress(OSError):  # the group has ended
-            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(OSError):  # it has ended
+            return os.getpgid(process.pid)
+    return None
+
+
+def _kill(processes: set[psutil.Process]) -> None:
+    """Parents first: a script must not go on after the training."""
+    for each in sorted(processes, key=_began):
+        with suppress(psutil.Error):
+            if not _cleans(each):
+                each.kill()  # not another process that has its number now

@@ -265,14 +265,15 @@ class Trial(Callback):
             if not isinstance(loader, torch.utils.data.DataLoader):
                 self._note(f"a {type(loader).__name__} is no DataLoader whose arguments are tried")
             if self._loader is None and not self._loaders:  # a stream has no truth value
-                self._record_samples(getattr(loader, "batch_sampler", None))
+                self._record_samples(loader)
             elif self._loaders:
                 self._note("arguments of several training DataLoaders are not tried")
             self._loaders.append(loader)
         return type(strategy).process_dataloader(strategy, loader)
 
-    def _record_samples(self, sampler: Any) -> None:
+    def _record_samples(self, loader: Any) -> None:
         """Record which samples the first batches have, whatever the dataset makes of them."""
+        sampler = getattr(loader, "batch_sampler", None)
         kind: Any = type(sampler)
         original = getattr(kind, "__iter__", None)
         if original is None:
@@ -287,7 +288,11 @@ class Trial(Callback):
                     self._samples.append(repr(samples))
                 yield samples
 
-        kind.__iter__ = recorded
+        try:
+            kind.__iter__ = recorded
+        except TypeError:  # of an immutable class, such as a list
+            vars(loader)["batch_sampler"] = compat.Batches(sampler)
+            self._record_samples(loader)
 
     def _state_now(self) -> str:
         """What workers that stay have copies of: the dataset's attributes, such as the epoch.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.small import Small, trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -129,6 +129,22 @@ def test_own_computing_proposes_faster_computing(tmp_path: Path) -> None:
     assert not {"pin_memory=True", 'torch.set_float32_matmul_precision("high")'} & set(given)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val_check_interval": 2}, {"limit_train_batches": 8}, {"overfit_batches": 8},
+        {"callbacks": [GradientAccumulationScheduler({0: 4})]},
+    ],
+)  # fmt: skip
+def test_batches_that_are_counted_stay(tmp_path: Path, options: Any) -> None:
+    """Fewer of them in an epoch would be another training, or none."""
+    if "callbacks" not in options:
+        options = {"accumulate_grad_batches": 4, **options}
+    found = seen(tmp_path, verdict("healthy"), **options)
+    found.trainer.accumulate_grad_batches = 4
+    assert names(found, "batch") == []
+
+
 def test_intervals_are_those_of_the_advice(tmp_path: Path) -> None:
     found = seen(
         tmp_path,
@@ -178,6 +194,26 @@ def test_half_as_many_validations(
     proposed = list(proposals(found, ("validation",)))
     assert [each.value for each in proposed] == ([expected] if expected else [])
     assert [each.period(found) for each in proposed] == ([period] if period else [])
+
+
+def test_a_scheduler_that_reads_validation_keeps_it(tmp_path: Path) -> None:
+    """It fails in an epoch without its metric."""
+
+    class Plateau(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [{"scheduler": scheduler, "monitor": "loss"}]
+
+    found = seen(tmp_path, verdict("validation-bound"), module=Plateau(), max_epochs=1)
+    assert names(found, "validation") == ["check_val_every_n_epoch=2"]
+    found.trainer.fit(found.module)
+    assert names(found, "validation") == []
 
 
 def test_values_travel_as_json(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,7 @@ from helpers.small import WIDTH, Small, TwoOptimizers, trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lightning_perf.trials import compat
 from lightning_perf.trials.changes import Change, LargerBatch
 from lightning_perf.trials.process import TRAINER
 from lightning_perf.trials.trial import Spec, Trial, _reason
@@ -119,6 +122,14 @@ def test_other_loaders_are_named(tmp_path: Path) -> None:
     assert result["notes"] == ["a Batches is no DataLoader whose arguments are tried"]
 
 
+@pytest.mark.parametrize("kind", [list, deque])
+def test_a_list_of_batches_is_tried(tmp_path: Path, kind: Any) -> None:
+    """Their classes cannot be changed."""
+    loader = DataLoader(Course(), batch_sampler=kind([[3, 1], [0, 2, 5]]))
+    result = Held(tmp_path).fit(tmp_path, Small(), loader)
+    assert result["samples"] == ["[3, 1]", "[0, 2, 5]"] * 2
+
+
 def test_a_fit_without_a_module_fails_as_it_does_by_itself(tmp_path: Path) -> None:
     held = Held(tmp_path)
     made = trainer(tmp_path, held)
@@ -172,6 +183,18 @@ def test_an_unknown_group_is_refused_where_own_groups_are_known(tmp_path: Path) 
     """The training's packages may have added theirs."""
     error = Held(tmp_path, batches=None, only=("inputs",)).fit(tmp_path, Small())["error"]
     assert error.startswith("ValueError: --only inputs is not a group of changes: batch, ")
+
+
+def test_what_stands_for_an_experiment_accepts_all(tmp_path: Path) -> None:
+    """As scripts use those of W&B, Neptune and Comet."""
+    experiment = compat.Discarded(str(tmp_path)).experiment
+    experiment.config.update({"a": 1}, allow_val_change=True)
+    experiment.summary["best"] = experiment.config["lr"]
+    experiment["metrics/loss"].append(0.5)
+    experiment.name = "new"
+    with experiment.train():
+        assert [*experiment.runs] == []
+    assert copy.deepcopy(experiment).name == "new"
 
 
 def test_modules_may_use_wandb_themselves(tmp_path: Path) -> None:

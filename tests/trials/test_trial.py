@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,34 @@ def test_a_shell_script_does_not_go_on_after_a_trial(in_tmp: Path) -> None:
     assert outcome.error is None
     assert outcome.wall_seconds < 60
     assert sorted(each.name for each in in_tmp.iterdir()) == ["train.py", "train.sh"]
+
+
+#: Has shared memory, a file of a batch and a semaphore.
+SHARES = f"""
+import multiprocessing as mp, multiprocessing.shared_memory, torch
+memory = mp.shared_memory.SharedMemory(create=True, size=1000)
+torch.multiprocessing.set_sharing_strategy("file_system")
+tensor = torch.ones(10).share_memory_()
+name = tensor.untyped_storage()._share_filename_cpu_()[1].decode().strip("/")
+lock = mp.get_context("spawn").Lock()
+open("names", "w").write(f"{{memory.name}} {{name}} sem.{{lock._semlock.name.strip('/')}}")
+open(f"{{mp.resource_tracker._resource_tracker._pid}}.pid", "w")
+{ENDS}"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is no folder")
+def test_shared_memory_is_freed(in_tmp: Path) -> None:
+    """By processes that outlive its users, and end then."""
+    trials = Experiment([sys.executable, "-c", SHARES], 1, 1, [], print)
+    assert trials.run(Setting()).error is None
+    trials.close()
+    assert has_ended(in_tmp)
+    files = [Path("/dev/shm", each) for each in (in_tmp / "names").read_text().split()]
+    end = time.monotonic() + 10
+    while any(each.exists() for each in files) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert [each.exists() for each in files] == [False] * 3
 
 
 def failure(code: str) -> str:
