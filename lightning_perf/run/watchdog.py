@@ -114,12 +114,13 @@ class Watchdog:
             return nullcontext()
 
         def watch() -> None:
-            if ended.wait(limit := _LONGER * self._after):
-                return
+            began, limit = time.monotonic(), _LONGER * self._after
+            while time.monotonic() < began + limit:
+                # An exception may have ended it: nobody calls the last function then.
+                if ended.wait(min(1.0, limit)) or not _is_in(main, compat.TEARDOWN):
+                    return
             text = Stacks.own()
             frames = dict(threads_in(text)).get(main, [])
-            if not any(each.function == compat.TEARDOWN for each in frames):
-                return  # an exception has ended it
             state = _state_of(run, frames, limit)
             run.serial += " end"  # the files of earlier hangs are kept
             entry, files = _entry_of(run, state, [state], limit), HangFiles(0.0)
@@ -452,6 +453,14 @@ def _entry_of(
         "phase": found[0].category,
         "text": sentence(states, run.ranks.world_size),
     }
+
+
+def _is_in(thread: int, function: str) -> bool:
+    """Whether a thread runs a function of this name."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _warn(hang: Mapping[str, Any], path: Path | None) -> None:
