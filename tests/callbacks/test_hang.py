@@ -783,9 +783,10 @@ def test_stacks_of_a_training_are_shown_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By process id and by run; the training goes on."""
-    go_on = tmp_path / "go on"
-    module = Hangs(lambda: until(go_on.exists))
+    waits, go_on = tmp_path / "waits", tmp_path / "go on"
+    module = Hangs(lambda: waits.touch() or until(go_on.exists))
     with training(tmp_path, module, Samples(), 1, after="120s", log_every_n_steps=1) as process:
+        until(waits.exists)
         until(lambda: _in(process.pid, "training_step"))
         capsys.readouterr()
         assert exit_code("stacks", str(process.pid), "--json") == 0
