@@ -132,6 +132,8 @@ def test_every_configuration_trains(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each file in configs/ runs for a few steps with the example, and its run can be reported."""
+    if "flamegraph: true" in path.read_text() and before("1.19.1", "memray"):
+        pytest.skip("memray's earlier flame graphs need a network")
     # MLflow stores the address of another test's run there.
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     example = CONFIGS.parent / "examples" / "train_gpt.py"

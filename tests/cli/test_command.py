@@ -246,7 +246,7 @@ def test_what_cannot_be_imported_is_left_to_the_program(missing: str, in_tmp: Pa
     (in_tmp / "my.yaml").write_text(f"- class_path: {missing}.Mine")
     block = f"import sys; sys.modules[{missing!r}] = None; from lightning_perf.cli import main; "
     code = f"{block}main(['run', '--config', 'my.yaml', '--', 'echo', 'trains'])"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-W", "ignore", "-c", code]  # Lightning 2.2 has deprecations
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "trains\n", "")
 
