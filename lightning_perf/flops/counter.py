@@ -21,7 +21,6 @@ from lightning_perf.flops.compat import (
     modes,
     parts_of,
 )
-from lightning_perf.flops.external import COMPILED as COMPILED
 from lightning_perf.flops.external import Wrapped
 from lightning_perf.flops.operators import (
     CUDNN,

@@ -314,7 +314,7 @@ def _call(
     return out
 
 
-#: How calls of compiled graphs are listed: most of their kernels are none of torch's operators.
+#: The name of compiled graphs among untracked calls: a dispatch mode sees few of their kernels.
 COMPILED = "functions compiled by torch.compile"
 
 

@@ -19,7 +19,8 @@ from torch.optim.optimizer import (
 
 from lightning_perf.errors import describe, warn
 from lightning_perf.flops.child import can_fork, handled_signals, in_child
-from lightning_perf.flops.counter import COMPILED, Counts, FlopCounter, weighted
+from lightning_perf.flops.counter import Counts, FlopCounter, weighted
+from lightning_perf.flops.external import COMPILED
 from lightning_perf.flops.peaks import BatchCost as BatchCost
 from lightning_perf.flops.peaks import PeakResolver
 from lightning_perf.flops.shadow import count_on_shadow, is_compiled
@@ -237,7 +238,7 @@ class FlopMeter:
 
     @property
     def _shadow_spent(self) -> bool:
-        """Whether counts on a shadow have taken as long as they may for now."""
+        """Whether counting on shadows has used up its time for now."""
         allowed = FREE_SECONDS + _SHARE * (self.began - self._shadow_began)
         return self._shadow_seconds > allowed
 

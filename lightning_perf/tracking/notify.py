@@ -90,13 +90,13 @@ def post(url: str, content: object) -> None:
     """
     from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-    class Refuses(HTTPRedirectHandler):
-        """Most redirections turn a POST into a GET without its content."""
+    class NoRedirect(HTTPRedirectHandler):
+        """Treats redirects as errors: following most of them sends a GET without the content."""
 
         def redirect_request(self, *_: object) -> None:
-            """Let the answer be an error."""
+            """Follow no redirect."""
 
     body = json.dumps(finite(content), default=str).encode()
     request = Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 (of the user)
-    with build_opener(Refuses).open(request, timeout=_TIMEOUT):
+    with build_opener(NoRedirect).open(request, timeout=_TIMEOUT):
         pass

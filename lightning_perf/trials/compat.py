@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
+from lightning_perf.flops.shadow import Sink
 from lightning_perf.run.compat import Callback
 
 if TYPE_CHECKING:
@@ -45,19 +47,13 @@ def is_tuning(trainer: Any) -> bool:
     return any(getattr(each, "_early_exit", False) for each in trainer.callbacks)
 
 
-class Accepting:
-    """Has every attribute and item, and accepts all calls, as an experiment or its parts do."""
+class Accepting(Sink):
+    """Replaces a logger's experiment: also takes items, and is an iterable and a context."""
 
-    def __getattr__(self, name: str) -> Accepting:
+    @override
+    def __getattr__(self, name: str) -> Sink:
         if name.startswith("__"):  # copies, pickles and arrays ask for these
             raise AttributeError(name)
-        return self
-
-    def __call__(self, *_: Any, **options: Any) -> Accepting:  # noqa: ARG002
-        """Any method."""
-        return self
-
-    def __getitem__(self, key: Any) -> Accepting:
         return self
 
     def __setitem__(self, key: Any, value: Any) -> None: ...
