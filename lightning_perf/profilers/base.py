@@ -551,7 +551,11 @@ class Profiler(PerfCallback):
         for name in recorded.further:
             if (writer := session.further.get(name)) is None:
                 raise KeyError(f"{name} is in Recorded.further, but not in further_files")
-            target = writer.spool(stage)
+            try:
+                target = writer.spool(stage)
+            except OSError as error:  # the recording itself is complete
+                self._skip(error)
+                continue
             writer.write(target, timestamp, stage, partial(recorded.make, name, target))
         session.writer.write(path, timestamp, stage, recorded.complete, recorded.whole)
 

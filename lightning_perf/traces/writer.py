@@ -161,6 +161,8 @@ def owner_of(folder: Path, identity: str) -> str:
 def mark(folder: Path, identity: str) -> str:
     """As `owner_of`, after marking a folder that no run owned."""
     make_folder(folder)
+    if os.path.lexists(folder / MARKER):  # a full disk has no space for another attempt
+        return owner_of(folder, identity)
     with (
         suppress(FileExistsError, NotRegularError),
         written_whole(folder / MARKER, durable=False, replaces=False) as file,
@@ -352,9 +354,10 @@ class TraceWriter:
         return folder / f".spool-rank{number}{suffix[0] if suffix else ''}"
 
     def discard(self, spooled: Path) -> None:
-        """Delete what a recorder has left at a path from `spool`."""
+        """Delete what a recorder has left at a path from `spool`, where that is possible."""
         for path in _left(spooled):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
 
     def write(
         self,

@@ -3,7 +3,7 @@
 | fault before batch 10 | x profilers, one with an open window |
 |---|---|
 | the disk is full until the end | 3 |
-| the disk is full for two batches, also where a window begins | 3 each |
+| the disk is full for two batches, also where a window begins, or is open for the first time | 3 each |
 | files cannot grow (a quota) | 3, and VizTracer's own form |
 | the folder is removed | 3 |
 | a file is in the folder's place | 3 |
@@ -95,9 +95,9 @@ def free(disk: Path) -> None:
         path.unlink()
 
 
-def filled_and_freed(disk: Path) -> Setting:
-    """A training whose disk is full where one window begins, and not for the last two."""
-    acts = {4: partial(fill, disk), 7: partial(free, disk)}
+def filled_and_freed(disk: Path, batch: int) -> Setting:
+    """A training whose disk is full from a batch on, but not for the last two windows."""
+    acts = {batch: partial(fill, disk), 7: partial(free, disk)}
     return Setting(before=[Planted("on_train_batch_start", act, at) for at, act in acts.items()])
 
 
@@ -241,12 +241,13 @@ def test_a_disk_that_is_full_from_the_start_does_not_affect_training(
     assert len(messages) >= 3
 
 
+@pytest.mark.parametrize("batch", [4, 5])
 @pytest.mark.parametrize("profiler", PROFILERS)
 def test_windows_are_recorded_once_a_full_disk_has_space(
-    fork_server: ForkServer, tmp_path: Path, disk: Path, profiler: str
+    fork_server: ForkServer, tmp_path: Path, disk: Path, profiler: str, batch: int
 ) -> None:
-    """A profiler that could not begin a window records later ones, and blames no other tool."""
-    given = {"ours": profilers(profiler), "disk": disk}
+    """A profiler that could not begin or save a window records later ones, and blames no tool."""
+    given = {"ours": profilers(profiler), "disk": disk, "batch": batch}
     ended = fork_server.run(tmp_path / "process", fit, disk, filled_and_freed, **given)
     assert files(profiler, 12, 14) <= whole(disk), ended.said
     assert not hidden(disk)
