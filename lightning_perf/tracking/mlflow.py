@@ -15,6 +15,7 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache, partial
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -158,6 +159,7 @@ class MlflowRun(Tracker):
     @override
     def upload_later(self, path: Path, remote: str) -> None:
         """Upload a file; the summary of a run that ended while the server was away ends the run."""
+        use_for_artifacts(self.tracking_uri)
         self.upload(path, remote)
         if remote.rpartition("/")[2] == FILE_NAME:
             with suppress(SummaryError):  # another file of this name
@@ -176,6 +178,18 @@ def _client_of(tracking_uri: str) -> MlflowClient:
     from mlflow import MlflowClient
 
     return MlflowClient(tracking_uri)
+
+
+def use_for_artifacts(tracking_uri: str) -> None:
+    """Set the address at which MLflow 2 looks for the files of a server, whatever its client's is.
+
+    Only for commands: it is a global setting of MLflow.
+    """
+    import mlflow
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    if "tracking_uri" not in signature(get_artifact_repository).parameters:
+        mlflow.set_tracking_uri(tracking_uri)
 
 
 def is_on_other_server(artifact_uri: str, tracking_uri: str) -> bool:

@@ -21,6 +21,7 @@ from lightning_perf.tracking.mlflow import (
     MlflowRun,
     is_on_other_server,
     tracking_problem,
+    use_for_artifacts,
 )
 from lightning_perf.tracking.summary import (
     FILE_NAME,
@@ -241,6 +242,7 @@ def ask(tracking_uri: str, question: Callable[[MlflowClient], T]) -> T:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     if problem := tracking_problem(tracking_uri):
         raise LookupError(problem)
+    use_for_artifacts(tracking_uri)
     worker = Worker("lightning_perf reading MLflow")
     try:
         with limited(MOST_MEMORY, "DATA"):

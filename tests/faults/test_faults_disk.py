@@ -3,7 +3,7 @@
 | fault before batch 10 | x profilers, one with an open window |
 |---|---|
 | the disk is full until the end | 3 |
-| the disk is full for two batches, also where a window begins, or is open for the first time | 3 each |
+| the disk is full for two batches, also where a window begins, or where one ends | 3 each |
 | files cannot grow (a quota) | 3, and VizTracer's own form |
 | the folder is removed | 3 |
 | a file is in the folder's place | 3 |
