@@ -20,7 +20,7 @@ import lightning_perf.tracking.runs
 from lightning_perf import PyTorch, Timings
 from lightning_perf.cli.runs import _show_run
 from lightning_perf.terminal import new_console
-from lightning_perf.tracking.mlflow import MlflowRun
+from lightning_perf.tracking.mlflow import MlflowRun, use_for_artifacts
 from lightning_perf.tracking.runs import Run
 
 
@@ -224,8 +224,10 @@ def test_a_run_behind_a_server_is_read_from_there(
     stages = {"train": {"whole_run": whole}}
     summary = {"version": 1, "run": "owl", "status": "finished", "stages": stages}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///another.db")
+    use_for_artifacts(mlflow_server)
     MlflowRun(mlflow_server, run).upload(tmp_path / "summary.json", "owl/summary.json")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///another.db")
+    use_for_artifacts("sqlite:///another.db")
     code, lines, _ = report(capsys, run, "--tracking_uri", mlflow_server)
     assert code == 0
     assert lines[-1] == "forward │ 100.0% 500 ms per batch"

@@ -24,6 +24,7 @@ from mlflow.entities import Metric, Param
 
 from lightning_perf import always_on
 from lightning_perf.core.goodput import Attempt
+from lightning_perf.tracking.mlflow import use_for_artifacts
 from lightning_perf.tracking.summary import text_of
 
 HUNG = [{"began": "2026-11-25T10:00:00+0000", "seconds": 300.0, "text": "rank 3 waits"}]
@@ -175,6 +176,7 @@ def test_a_thousand_runs_take_few_requests(tmp_path: Path, capsys: Any, monkeypa
     server = start_mlflow(tmp_path, port)
     try:
         client = MlflowClient(f"http://127.0.0.1:{port}")
+        use_for_artifacts(f"http://127.0.0.1:{port}")
         summary = summary_of("run", verdicts=[INPUT])
         first = add_run(
             client, "0", "run", hours=2000, shares={"input-bound": 0.25}, summary=summary,
