@@ -205,6 +205,7 @@ def test_a_missing_run_gives_a_one_line_error(
 ) -> None:
     """The message has the run id."""
     MlflowClient(mlflow_database).search_experiments()
+    capsys.readouterr()  # MLflow may say that it creates its database
     code, _, said = report(capsys, run, "--tracking_uri", mlflow_database)
     assert code == 2
     assert run in said
