@@ -27,6 +27,7 @@ from lightning_perf.patches import MethodPatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from types import FrameType
 
     from lightning.pytorch import Trainer
 
@@ -40,6 +41,9 @@ _SAVE = getattr(unwrap(pl.Trainer.save_checkpoint), "__code__", None)
 _SAVES_IN_SPAN = _SAVE is None or "profiler" in _SAVE.co_names
 #: The beginning of the names of Lightning's modules.
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
+_LOOPS = tuple(f"{each}loops." for each in PACKAGES)
+#: The function of Lightning that runs the loops of a Trainer.
+_RUN = "_run_stage"
 #: The function of Lightning that ends a run: its own callbacks, then the module and loggers.
 TEARDOWN = "_call_teardown_hook"
 #: What switches torch's flight recorder on; restart counters of SLURM and torchrun.
@@ -423,6 +427,25 @@ def loader_batch_size(loader: Any) -> int | None:
     own = attributes(loader)
     sizes = (each.get("batch_size") for each in (own, attributes(own.get("batch_sampler"))))
     return next((size for size in sizes if type(size) is int), None)
+
+
+def nested_progress(thread: int) -> tuple[int, ...]:
+    """How far a Trainer is that a thread runs within another one: the batches of each loop.
+
+    Empty without such a Trainer: reading a frame's variables keeps them alive for a while.
+    """
+    frame, frames = sys._current_frames().get(thread), list["FrameType"]()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    outer = [at for at, each in enumerate(frames) if each.f_code.co_name == _RUN]
+    found = list[int]()
+    for each in frames[: outer[-2] if outer[1:] else 0]:
+        if each.f_globals.get("__name__", "").startswith(_LOOPS):
+            progress = getattr(each.f_locals.get("self"), "batch_progress", None)
+            if (counts := getattr(progress, "total", None)) is not None:
+                found += [id(progress), counts.ready, counts.completed]
+    return tuple(found)
 
 
 def _loop_of(trainer: Trainer, stage: str, nested: bool) -> Any:

@@ -48,10 +48,11 @@ class HangFiles:
 
     Args:
         grace: Seconds that other ranks have to answer.
+        part: The part of the run, if that has a folder of its own.
     """
 
-    def __init__(self, grace: float) -> None:
-        self.grace = grace
+    def __init__(self, grace: float, part: str = "") -> None:
+        self.grace, self._part = grace, part
         self._claimed: Path | None = None
         self._written: set[Path] = set()
         # When a rank asked for the states of all, by the clock of the disk.
@@ -70,14 +71,14 @@ class HangFiles:
         asks = self._called < now - self.grace
         self._called = now if asks else self._called
         self.answer(run, state, asks=asks)
-        written = self.time_of(run, _state_of(state.rank))
+        written = self.time_of(run, _answer_of(state.rank))
         if self.time_of(run, _ASKED) < written - self.grace * 1e9:
             self.write(run, _ASKED, "")
         self._asked = self.time_of(run, _ASKED)
 
     def answer(self, run: Run, state: RankState, **sent: bool) -> None:
         """Let other ranks know a state; ``sent`` says whether it asks for theirs, or reports."""
-        self.write(run, _state_of(state.rank), json.dumps(finite(state.as_dict())))
+        self.write(run, _answer_of(state.rank), json.dumps(finite(state.as_dict())))
         if run.mail is not None:
             short = replace(state, workers=state.workers[:_MOST_SENT]).as_dict()
             run.mail.send({"state": short, "asks": False, "reported": False, **sent})
@@ -120,9 +121,9 @@ class HangFiles:
 
     def state_of(self, run: Run, rank: int) -> RankState | None:
         """What a rank has answered; None if it has not."""
-        if self.time_of(run, _state_of(rank)) >= max(self._asked, 1):
+        if self.time_of(run, _answer_of(rank)) >= max(self._asked, 1):
             with suppress(OSError, *DAMAGE):
-                return RankState.of(read_json(self._folder(run) / _state_of(rank)))
+                return RankState.of(read_json(self._folder(run) / _answer_of(rank)))
         at, state = self._sent.get(rank, (-inf, None))
         return state if at >= self._called else None
 
@@ -153,7 +154,8 @@ class HangFiles:
         of_run = run.reporting.run_folder()
         above, find = (of_run.claim(), mark) if claims else (of_run.folder, owner_of)
         names = filter(_may_be_ours, (above / numbered(FOLDER, number) for number in count(1)))
-        found = next(each for each in names if find(each, run.serial) == run.serial)
+        owner = f"{run.serial} {self._part}".rstrip()
+        found = next(each for each in names if find(each, owner) == owner)
         if claims:
             self._claimed = found
             self._written.add(found / MARKER)
@@ -211,5 +213,5 @@ def _may_be_ours(folder: Path) -> bool:
     return folder.is_dir() and not folder.is_symlink() and not unmarked
 
 
-def _state_of(rank: int) -> str:
+def _answer_of(rank: int) -> str:
     return f".rank{rank}.json"

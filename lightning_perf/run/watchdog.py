@@ -58,6 +58,8 @@ _POLL = 5.0
 _BATCHES, _LONGER, _BEFORE = 30, 5, 3
 #: Batches whose median counts.
 _HISTORY = 100
+#: Hangs of one run whose reports and stacks are kept in its files.
+_KEPT = 10
 #: Seconds that an abort waits for files and for uploads, and between two looks meanwhile.
 _FLUSH, _SHORT = 30.0, 0.05
 #: Spans that may take long without a sign of life, besides checkpoints.
@@ -122,8 +124,7 @@ class Watchdog:
             text = Stacks.own()
             frames = dict(threads_in(text)).get(main, [])
             state = _state_of(run, frames, limit)
-            run.serial += " end"  # the files of earlier hangs are kept
-            entry, files = _entry_of(run, state, [state], limit), HangFiles(0.0)
+            entry, files = _entry_of(run, state, [state], limit), HangFiles(0.0, "end")
             path = files.write(run, stacks_file(state.rank), text)
             files.write(run, REPORT, report(entry, [state]))
             self._found(entry)
@@ -177,6 +178,8 @@ class _Watch:
         self.reported = False
         self._position: tuple[str, int, object] | None = None
         self._moved = self._looked = time.monotonic()
+        # How far a Trainer is that a hook runs, once a pause is long.
+        self._nested: tuple[object, ...] = ()
         # The stage and the category of the present pause, once it is long.
         self._phase = ("", "")
         # Seconds of the last batches by stage, and the longest pause of each phase.
@@ -195,6 +198,9 @@ class _Watch:
         # What follows the report of a hang; and whether there was a report.
         self._further: _Further | None = None
         self._keeps = False
+        # The reports of earlier hangs of this run, and the stacks that were saved with them.
+        self._reports: deque[str] = deque(maxlen=_KEPT)
+        self._stacks_saved: deque[str] = deque(maxlen=_KEPT)
         stacks.arm(_LONGER * after)  # the GIL may be held before the first look
 
     def look(self, run: Run) -> None:
@@ -204,7 +210,7 @@ class _Watch:
         pause = now - self._moved
         if gap > self._after and gap > self._limit(run):
             self._was_frozen(run, pause)
-        if self.moved(run):
+        if self.moved(run) or self._moves_within(pause):
             self._position = self._now(run)
             self._progress(run, now, pause)
             pause = 0.0
@@ -220,14 +226,15 @@ class _Watch:
             self._suspect(run, pause, asked)
         if self._decides < inf:
             self._decide(run)
-        name = stacks_file(run.ranks.global_rank)
         if self.reported and self._text:
             self._further = _Further(run, self._text, self._silent, self._stop)
             self._further.start()
-            self._files.save(run, name, self._text)
+            self._stacks_saved.appendleft(self._text)
+            self._save_stacks(run)
             self._text, self._keeps = "", True
         if self._further is not None and not self._further.is_alive():
-            self._files.save(run, name, self._further.text)
+            self._stacks_saved[0] = self._further.text
+            self._save_stacks(run)
             self._further = None
         self._stacks.arm(limit + self._poll)
 
@@ -242,6 +249,13 @@ class _Watch:
 
     def _now(self, run: Run) -> tuple[str, int, object]:
         return run.stage, run.counters.batch, self._clock.latest
+
+    def _moves_within(self, pause: float) -> bool:
+        """Whether a hook trains or evaluates with a Trainer of its own, which makes progress."""
+        before, self._nested = self._nested, ()
+        if pause > self._after / 2:
+            self._nested = compat.nested_progress(self._clock.thread or 0)
+        return before not in ((), self._nested)
 
     def _progress(self, run: Run, now: float, pause: float) -> None:
         """Something ended after a pause, which may have been a hang."""
@@ -309,7 +323,8 @@ class _Watch:
         self._text = f"rank {run.ranks.global_rank}, process {os.getpid()}\n{own}\n"
         workers = tuple(self._workers(compat.loader_workers(run.trainer)))
         self._state = replace(self._state, workers=workers, complete=True)
-        self._files.write(run, stacks_file(run.ranks.global_rank), self._text)
+        text = "\n".join([self._text, *self._stacks_saved])
+        self._files.write(run, stacks_file(run.ranks.global_rank), text)
         if alone:
             self._report(run, [self._state])
         else:
@@ -343,7 +358,8 @@ class _Watch:
         text, rank = self._stacks.late() or "no stacks were written\n", run.ranks.global_rank
         if rank or self._entry is not None:
             return
-        self._files.save(run, stacks_file(rank), text)
+        self._stacks_saved.appendleft(text)
+        self._save_stacks(run)
         idle = time.perf_counter() - self._clock.latest
         state = replace(self._describe(run, self._frames(text), pause), missing=_FROZEN)
         if idle < pause / 2:  # it has gone on already, by some milliseconds
@@ -408,15 +424,25 @@ class _Watch:
     def _publish(self, run: Run) -> Path | None:
         """Write the report, and the summary and the page with it."""
         assert self._entry is not None  # the callers' condition
-        path = self._files.save(run, REPORT, report(self._entry, self._states))
+        path = self._files.save(run, REPORT, self._text_of_report())
         with suppress(Exception):  # the report has it
             run.refresh_summary()
         return path
+
+    def _text_of_report(self) -> str:
+        """The report of the present hang, and those of earlier ones after it."""
+        assert self._entry is not None  # the callers' condition
+        return "\n---\n\n".join([report(self._entry, self._states), *self._reports])
+
+    def _save_stacks(self, run: Run) -> None:
+        """Save the stacks of this rank, the latest first."""
+        self._files.save(run, stacks_file(run.ranks.global_rank), "\n".join(self._stacks_saved))
 
     def _went_on(self, run: Run, pause: float) -> None:
         assert self._entry is not None  # the caller's condition
         self._entry |= {"seconds": round(pause, 1), "ended": _clock_time(0.0)}
         self._publish(run)
+        self._reports.appendleft(report(self._entry, self._states))
         self._entry = None
         compat.rank_zero_info(
             f"lightning_perf: training goes on after it stood for {pause:,.0f} s."

@@ -78,6 +78,9 @@ class Rates:
 
 #: Maximum share of a CPU spent on listing child processes.
 _SHARE = 0.01
+#: Seconds by which the CPU time of a process may shrink when it becomes that of its parent's
+#: children: the kernel rounds each to ticks.
+_ROUNDING = 0.05
 #: The children of a thread, in kernels that list them.
 _CHILDREN = Path("/proc/thread-self/children")
 
@@ -124,9 +127,10 @@ class Processes:
             "process_rss": rss, "process_peak_rss": self._peak,
             "process_rss_level": self._start + grown,
         }  # fmt: skip
-        if spent >= self._spent:
-            figures["process_cpu"] = 100 * (spent - self._spent) / (now - self._read)
-        if spent >= self._spent or self._anew:
+        if known := spent >= self._spent - _ROUNDING:
+            grown = max(0.0, spent - self._spent)
+            figures["process_cpu"] = 100 * grown / (now - self._read)
+        if known or self._anew:
             self._spent, self._read, self._anew = spent, now, False
         else:  # one was waited for between both readings, or by nobody: the next call knows
             self._anew = True

@@ -28,7 +28,7 @@ import torch
 from helpers import hanging
 from helpers.command import exit_code, until
 from helpers.fake_nvml import FakeGpu, install
-from helpers.hanging import Hangs, HangsElsewhere, Samples, line, training
+from helpers.hanging import Hangs, HangsElsewhere, Samples, TrainsAnother, line, training
 from helpers.small import RANKS, Records, Small, trainer
 from helpers.users import process_of_another_user
 
@@ -141,7 +141,20 @@ def test_one_report_per_hang_and_one_more_elsewhere(tmp_path: Path) -> None:
     assert second["seconds"] >= 2.5 * first["seconds"]  # three times the first is expected
     assert first["ended"] <= second["began"] < second["ended"]
     assert [each.name for each in path.parent.glob("report*.html")] == ["report.html"]
-    assert "# The training stood" in reported(tmp_path)
+    assert re.findall("# The training stood|, at batch \\d+", reported(tmp_path)) == [
+        "# The training stood", ", at batch 9", "# The training stood", ", at batch 5",
+    ]  # fmt: skip
+    assert (path.parent / "hang/rank0.stacks.txt").read_text().count("MainThread") == 2
+
+
+@pytest.mark.slow
+def test_a_hook_that_trains_with_a_trainer_of_its_own_does_not_hang(tmp_path: Path) -> None:
+    """Also longer than the limit, while its batches go on."""
+    with training(tmp_path, TrainsAnother(tmp_path)) as process:
+        process.join()
+        assert process.exitcode == 0
+    (path,) = tmp_path.glob("*/summary.json")
+    assert "hangs" not in read_summary(path)
 
 
 @pytest.mark.slow

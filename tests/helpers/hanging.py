@@ -66,6 +66,27 @@ class HangsElsewhere(Small):
     test_step = predict_step = validation_step
 
 
+class Slow(Small):
+    """Takes a tenth of a second per batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+
+class TrainsAnother(Small):
+    """Trains with a Trainer of its own in one batch, for longer than the limit."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == BATCH:
+            trainer(self.folder, max_epochs=3).fit(Slow(), DataLoader(Samples(), 4))
+        return super().training_step(batch, batch_idx)
+
+
 class FreezesInValidation(Small):
     """Slow batches of training; in one of validation, C code holds the GIL for three seconds."""
 
