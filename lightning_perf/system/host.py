@@ -128,8 +128,8 @@ class Processes:
             "process_rss_level": self._start + grown,
         }  # fmt: skip
         if known := spent >= self._spent - _ROUNDING:
-            grown = max(0.0, spent - self._spent)
-            figures["process_cpu"] = 100 * grown / (now - self._read)
+            used = max(0.0, spent - self._spent)
+            figures["process_cpu"] = 100 * used / (now - self._read)
         if known or self._anew:
             self._spent, self._read, self._anew = spent, now, False
         else:  # one was waited for between both readings, or by nobody: the next call knows
