@@ -70,7 +70,8 @@ def as_yaml(changes: Sequence[Candidate]) -> str:
             for name in path[:-1]:
                 here = here.setdefault(name, {})
             here[path[-1]] = value
-        rest += [f"# In the code: {line}" for line in change.code.splitlines()]
+        lines = (line.removeprefix("# ") for line in change.code.splitlines())
+        rest += [f"# In the code: {line}" for line in lines]
     return "\n".join([*rest, yaml.safe_dump(content, sort_keys=False)])
 
 
