@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
+import traceback
 import warnings
+from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _log = logging.getLogger("lightning_perf.warnings")
+_SIGNALS = sorted(signal.valid_signals())
 _MESSAGE_LENGTH, _VALUE_LENGTH = 300, 200
 #: What reading a damaged file may raise, besides `OSError`.
 DAMAGE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -109,6 +114,40 @@ def warn(message: str) -> None:
         warnings.warn(text, PerfWarning, stacklevel=3)
     except Exception:  # also of whatever shows warnings: Lightning's needs the current folder
         _log.warning(text)
+
+
+def handled_signals() -> dict[int, Any]:
+    """The signals with a handler in Python, and these handlers."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    return {number: handler for number, handler in handlers.items() if callable(handler)}
+
+
+def let_through(error: Exception) -> None:
+    """Raise an error again that a signal's handler of the user has raised, such as a timeout.
+
+    It may come between any two lines, and is not a failure of what ran there.
+    """
+    codes = {_code_of(handler) for handler in handled_signals().values()}
+    if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+        raise error
+
+
+@contextmanager
+def own_errors_dropped() -> Iterator[None]:
+    """Drop the errors of a block, but not those that `let_through` raises."""
+    try:
+        yield
+    except Exception as error:
+        let_through(error)
+
+
+def _code_of(function: Any) -> Any:
+    """The code that a call runs; None if that is not Python."""
+    while isinstance(function, partial):
+        function = function.func
+    if not hasattr(function, "__code__") and not hasattr(function, "__func__"):
+        function = type(function).__call__
+    return getattr(function, "__code__", None)
 
 
 def describe(error: BaseException) -> str:

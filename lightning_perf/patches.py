@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from lightning_perf.errors import own_errors_dropped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,7 @@ class MethodPatch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method."""
-        with suppress(Exception):  # remove this patch if the foreign patch around it is gone
+        with own_errors_dropped():  # remove this patch if the foreign patch around it is gone
             _clear(self._owner(), self._name)
         return self.original(*args, **kwargs)
 
@@ -103,7 +104,7 @@ class PatchSet:
                 return
             # Replaced, or below a foreign patch: only one of ours may be active.
             _take_out(owner, name, ours)
-        with suppress(Exception):
+        with own_errors_dropped():
             _clear(owner, name)
             ours = make(getattr(owner, name))
             ours._name = name
@@ -115,7 +116,7 @@ class PatchSet:
         while self._patched:
             (_, name), (find, ours) = self._patched.popitem()
             owner = find()
-            with suppress(Exception):
+            with own_errors_dropped():
                 if owner is not None:
                     _take_out(owner, name, ours)
 

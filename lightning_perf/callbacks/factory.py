@@ -39,8 +39,9 @@ def _without_errors(select: Callable[[], list[Any]]) -> list[Any]:
     try:
         return select()
     except Exception as error:
-        from lightning_perf.errors import ConfigError, describe
+        from lightning_perf.errors import ConfigError, describe, let_through
 
+        let_through(error)
         why = str(error) if isinstance(error, ConfigError) else f"{_VARIABLE}: {describe(error)}."
         _warn_once(f"{why} The training run continues without lightning_perf.")
         return []

@@ -344,7 +344,10 @@ def _now() -> float:
 
 def _line(seen: Seen) -> str:
     now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
-    return f"{now} {seen.summary['run']} {seen.summary['status']}: {progress(seen.summary)}"
+    hang = (seen.summary.get("hangs") or [{}])[-1] if seen.is_running else {}
+    hangs = hang and "ended" not in hang
+    state = f"hangs: {hang['text']}" if hangs else progress(seen.summary)
+    return f"{now} {seen.summary['run']} {seen.summary['status']}: {state}"
 
 
 def _current(summary: Summary) -> Summary:

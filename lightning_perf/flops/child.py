@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from lightning_perf.errors import handled_signals
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from multiprocessing.connection import Connection
@@ -31,12 +33,6 @@ def can_fork(device: torch.device) -> bool:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     alone = not (torch.cuda.is_initialized() or distributed)  # type: ignore[no-untyped-call]
     return sys.platform == "linux" and device.type == "cpu" and alone
-
-
-def handled_signals() -> dict[int, Any]:
-    """The signals with a handler in Python, and these handlers."""
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    return {number: handler for number, handler in handlers.items() if callable(handler)}
 
 
 def in_child(function: Callable[[], T], seconds: float = 5.0) -> T:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_perf.errors import let_through
 from lightning_perf.flops.attention import Work
 from lightning_perf.flops.compat import (
     Patches,
@@ -170,7 +171,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, read, dtype, recomputed in later:
             try:
                 self._add(dtype, read(), recomputed)
-            except Exception:
+            except Exception as error:
+                let_through(error)
                 self._untracked_names[name] += 1
         return Counts(
             dict(+self._model), dict(+self._hardware), self._tracked, dict(self._untracked_names),
@@ -247,7 +249,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         began = perf_counter()
         try:
             self._count(Call(operator, args, kwargs), out)
-        except Exception:  # no formula or an unexpected shape, which must not stop training
+        except Exception as error:  # no formula or an unexpected shape must not stop training
+            let_through(error)
             self._untracked_names[qualified_name(operator)] += 1
         self.seconds += perf_counter() - began
         return out

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from lightning_perf.errors import warn
+from lightning_perf.errors import let_through, warn
 from lightning_perf.flops.batch import checked_count, counter_for, get_num_samples, get_num_tokens
 from lightning_perf.run.compat import rank_zero_info
 
@@ -418,6 +418,7 @@ class BatchCounter:
         try:
             return counter(batch)
         except Exception as error:
+            let_through(error)
             if what not in self._warned:
                 self._warned.add(what)
                 warn(

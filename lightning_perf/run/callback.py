@@ -7,7 +7,13 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import ConfigError, RecorderBusy, warn, without_credentials
+from lightning_perf.errors import (
+    ConfigError,
+    RecorderBusy,
+    let_through,
+    warn,
+    without_credentials,
+)
 from lightning_perf.run import compat
 from lightning_perf.run.context import RunContext, current_run
 from lightning_perf.run.hooks import FirstHooks, LastHooks, restore_unused, skip_unused
@@ -122,6 +128,7 @@ class PerfCallback(Callback):
         try:
             return method(*args)
         except Exception as error:
+            let_through(error)
             if reraise and isinstance(error, _FOR_THE_USER):
                 raise
             self.disable(method.__name__, error)
@@ -146,6 +153,7 @@ class PerfCallback(Callback):
         try:
             run = self._find_run(trainer, pl_module)
         except Exception as error:
+            let_through(error)
             # With several ranks the others would wait for this one, so the error must end all
             # ranks.
             if isinstance(error, _FOR_THE_USER) or trainer.world_size > 1:

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_perf.background import wait_until
 from lightning_perf.core.progress import Limits
-from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.errors import ConfigError, describe, let_through, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.batches import BatchCounter, BatchRecord
@@ -110,9 +110,9 @@ class RunContext(Run):
         """End the run: close its callbacks, and then what they share; ``reason`` as for `close`."""
         if self.ended or self._pid != os.getpid():  # or this process was forked in the run
             return
-        self.ended = True
         try:
             with signals_held():
+                self.ended = True  # not before: what raises on the way here ends the run again
                 for step in self._closing_steps(reason):
                     try:
                         step()
@@ -241,6 +241,7 @@ class RunContext(Run):
         try:
             step(*args)
         except Exception as error:
+            let_through(error)
             self.disable(step.__name__, error)
 
     def disable(self, step: str, error: Exception) -> None:
@@ -267,6 +268,7 @@ class RunContext(Run):
         try:
             self.attempt.begin(self)
         except Exception as error:
+            let_through(error)
             warn(f"the goodput of the job is not measured ({describe(error)}).")
 
     def _read_limits(self) -> Limits:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from lightning_perf.errors import WarningDigest, describe, printable, warn
+from lightning_perf.errors import WarningDigest, describe, let_through, printable, warn
 from lightning_perf.run import compat
 from lightning_perf.run.termination import hurried
 from lightning_perf.terminal import waiting
@@ -186,6 +186,7 @@ class Reporting:
             try:
                 logger.log_metrics(metrics=dict(metrics), step=step)
             except Exception as error:
+                let_through(error)
                 if id(logger) not in self._warned:
                     self._warned.add(id(logger))
                     name = type(logger).__name__
@@ -321,6 +322,7 @@ def _destination(trainer: Trainer, worker: Worker) -> Destination:
                     folder = Path(folder).absolute()
                 return runs, name, f"{folder}/{name}"
     except Exception as error:
+        let_through(error)
         failure = error
     generated = _generate(trainer)
     if failure is not None:

@@ -17,8 +17,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_perf.errors import describe, warn
-from lightning_perf.flops.child import can_fork, handled_signals, in_child
+from lightning_perf.errors import describe, handled_signals, let_through, warn
+from lightning_perf.flops.child import can_fork, in_child
 from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.external import COMPILED
 from lightning_perf.flops.peaks import BatchCost as BatchCost
@@ -197,6 +197,7 @@ class FlopMeter:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
+        let_through(error)
         self.work = None
         self.wanted = self.counted = False
         warn(
@@ -372,6 +373,7 @@ class FlopMeter:
             if not (math.isfinite(flops) and flops > 0):
                 raise ValueError(f"{flops!r} is not a positive number")
         except Exception as error:
+            let_through(error)
             self.wanted = False
             warn(
                 f"flops_per_batch failed ({type(error).__name__}: {error}): mfu is not reported. "

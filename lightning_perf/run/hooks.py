@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_perf.errors import let_through
 from lightning_perf.run.compat import Callback
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class FirstHooks(_Hooks):
         try:
             run.end_batch(batch)
         except Exception as error:
+            let_through(error)
             run.disable("end_batch", error)
         for span, member in self._after[stage]:
             with trainer.profiler.profile(span):

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torchmetrics import Metric
 
 from lightning_perf.diagnosis.signals import SAMPLER
+from lightning_perf.errors import let_through
 from lightning_perf.flops import is_compiled
 from lightning_perf.patches import MethodPatch, PatchSet, is_of_class
 from lightning_perf.run import compat
@@ -186,7 +187,8 @@ class SpanRecorder:
         name = key if isinstance(key, str) else key[1]
         try:
             what = classify(key, self._trainer) if isinstance(key, str) else key
-        except Exception:  # a user's callback raises: Lightning will raise it, too
+        except Exception as error:  # a user's callback raises: Lightning will raise it, too
+            let_through(error)
             what = None
         if what is None:
             return NOTHING if name.startswith("[") else nullcontext(name)

@@ -24,7 +24,7 @@ from lightning_perf.core.cost import cost_of, priced
 from lightning_perf.core.goodput import FINISHED
 from lightning_perf.core.progress import STAGES
 from lightning_perf.core.window import throughput, utilization
-from lightning_perf.errors import ConfigError, describe, warn
+from lightning_perf.errors import ConfigError, describe, own_errors_dropped, warn
 from lightning_perf.files import files_below, finite, write_text, written_whole
 from lightning_perf.run import compat, destination
 from lightning_perf.run.compat import rank_zero_info
@@ -153,7 +153,7 @@ class LiveSummary:
     def _write(self, context: Run, windows: _Windows, spent: float) -> None:
         began = time.monotonic()
         # An error here occurs again at the end of the run, which warns.
-        with suppress(Exception):
+        with own_errors_dropped():
             folder = context.reporting.run_folder().claim()
             summary = RunSummary(context, RUNNING, windows, _sections(context))
             if summary.join():

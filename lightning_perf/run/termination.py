@@ -1,4 +1,4 @@
-"""Signals that act later: SIGINT and SIGTERM after what was recorded is named."""
+"""Signals that act later: SIGINT, SIGTERM and others after what was recorded is named."""
 
 from __future__ import annotations
 
@@ -7,28 +7,35 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from lightning_perf.errors import handled_signals
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _SIGNALS: tuple[int, ...] = signal.SIGINT, signal.SIGTERM
+#: Signals that ask for an end: those, and a timer, which Windows does not have.
+_URGENT = {*_SIGNALS, getattr(signal, "SIGALRM", signal.SIGINT)}
 # Signals that are held back.
 _came: list[int] = []
 
 
 def hurried() -> bool:
     """Whether a signal waits for the end of the run, which then waits for nothing itself."""
-    return bool(_came)
+    return not _URGENT.isdisjoint(_came)
 
 
 @contextmanager
-def signals_held(numbers: Iterable[int] = _SIGNALS) -> Iterator[None]:
-    """Hold back signals in the block, SIGINT and SIGTERM by default, and deliver them after it.
+def signals_held(numbers: Iterable[int] | None = None) -> Iterator[None]:
+    """Hold back signals in the block, and deliver them after it.
 
+    By default these are SIGINT, SIGTERM, and all that have a handler in Python, which may raise.
     Otherwise Ctrl-C would raise between any two lines, and SIGTERM, which Lightning handles only
     while it trains, would end the process. Only the main thread receives signals.
     """
     handlers: dict[int, Any] = {}
     try:
+        if numbers is None:
+            numbers = {*_SIGNALS, *handled_signals()}
         for number in numbers if _in_main_thread() else ():
             if (handler := signal.getsignal(number)) is not None:  # made by Python
                 handlers[number] = handler

@@ -208,8 +208,10 @@ class _Watch:
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
         pause = now - self._moved
-        if gap > self._after and gap > self._limit(run):
+        if gap > self._after and gap > self._limit(run, self._frames(self._stacks.own())):
             self._was_frozen(run, pause)
+            if self._entry is None:  # what follows is a pause of its own
+                self._moved, pause = now, 0.0
         if self.moved(run) or self._moves_within(pause):
             self._position = self._now(run)
             self._progress(run, now, pause)
@@ -217,25 +219,19 @@ class _Watch:
         limit = self._after
         if pause > self._after / 2:
             self._phase = run.stage, self._clock.running.category
-            limit = self._limit(run)
+            frames = self._frames(self._stacks.own())
+            limit = self._limit(run, frames)
+            if is_debugged(frames):  # the pause begins when the user goes on
+                self._moved, pause = now, 0.0
         asked = run.ranks.world_size > 1 and self._files.is_asked(run)
         if asked:
             self._answer(run, pause, limit)
         # Ranks have limits of their own: one that waits for another must not answer that it moves.
         if self._state is None and pause > limit * (1 if asked else self._patience):
-            self._suspect(run, pause, asked)
+            self._suspect(run, pause)
         if self._decides < inf:
             self._decide(run)
-        if self.reported and self._text:
-            self._further = _Further(run, self._text, self._silent, self._stop)
-            self._further.start()
-            self._stacks_saved.appendleft(self._text)
-            self._save_stacks(run)
-            self._text, self._keeps = "", True
-        if self._further is not None and not self._further.is_alive():
-            self._stacks_saved[0] = self._further.text
-            self._save_stacks(run)
-            self._further = None
+        self._save_own(run)
         self._stacks.arm(limit + self._poll)
 
     @property
@@ -244,8 +240,8 @@ class _Watch:
         return self.reported and self._further is None
 
     def moved(self, run: Run) -> bool:
-        """Whether something has ended since the last look."""
-        return self._now(run) != self._position
+        """Whether something has ended since the last look, other than by an exception."""
+        return self._now(run) != self._position and not run.trainer.interrupted
 
     def _now(self, run: Run) -> tuple[str, int, object]:
         return run.stage, run.counters.batch, self._clock.latest
@@ -283,7 +279,7 @@ class _Watch:
         if not self._keeps:
             self._files.remove(run)
 
-    def _limit(self, run: Run) -> float:
+    def _limit(self, run: Run, frames: Sequence[Frame]) -> float:
         """Seconds that the present phase may last without a sign of life."""
         stages = run.stages
         slow = (
@@ -292,7 +288,7 @@ class _Watch:
             or self._phase[1] == "checkpoint"
             or self._clock.running.name in _SLOW
             or _is_rare(self._clock.running.name)
-            or compiles(self._frames(self._stacks.own()))
+            or compiles(frames)
         )
         batches = self._batches.get(stages.stage)
         return max(
@@ -307,14 +303,10 @@ class _Watch:
 
     # -- this rank --------------------------------------------------------------------------------
 
-    def _suspect(self, run: Run, pause: float, asked: bool) -> None:
+    def _suspect(self, run: Run, pause: float) -> None:
         """This rank makes no progress: write what it does."""
         own = self._stacks.own()
         frames = self._frames(own)
-        if is_debugged(frames):
-            if asked:
-                self._files.answer(run, self._describe(run, (), pause, moves=True))
-            return
         alone = run.ranks.world_size == 1
         self._state = replace(self._describe(run, frames, pause), complete=False)
         if not alone:
@@ -369,6 +361,8 @@ class _Watch:
         began = self._files.time_of(run, stacks_file(rank)) - pause * 1e9
         if not self._files.is_reported_since(run, began, self._looked):
             self._report(run, [state])
+            self._went_on(run, pause)
+            self.reported = False
             return
         # Another rank has reported it meanwhile; the summary is written by this one.
         self._found(_entry_of(run, state, [state], pause) | {"ended": _clock_time(0.0)})
@@ -389,13 +383,11 @@ class _Watch:
         """Report if no rank makes progress; the first rank that has none does it."""
         own, late = run.ranks.global_rank, time.monotonic() >= self._decides
         assert self._state is not None  # the caller's condition
-        for rank in range(own):
-            its = self._files.state_of(run, rank)
-            if its is not None and not its.moves:
-                self.reported = self._files.is_reported(run)
-                return
         found = [self._files.state_of(run, rank) for rank in range(run.ranks.world_size)]
         found[own] = self._state
+        if any(its is not None and not its.moves for its in found[:own]):
+            self.reported = self._files.is_reported(run)
+            return
         if not late and not all(each and each.complete and not each.moves for each in found):
             return
         self._decides, states, unknown = inf, list[RankState](), False
@@ -433,6 +425,19 @@ class _Watch:
         """The report of the present hang, and those of earlier ones after it."""
         assert self._entry is not None  # the callers' condition
         return "\n---\n\n".join([report(self._entry, self._states), *self._reports])
+
+    def _save_own(self, run: Run) -> None:
+        """Save what this rank has to say of a hang that was reported, and what is known later."""
+        if self.reported and self._text:
+            self._further = _Further(run, self._text, self._silent, self._stop)
+            self._further.start()
+            self._stacks_saved.appendleft(self._text)
+            self._save_stacks(run)
+            self._text, self._keeps = "", True
+        if self._further is not None and not self._further.is_alive():
+            self._stacks_saved[0] = self._further.text
+            self._save_stacks(run)
+            self._further = None
 
     def _save_stacks(self, run: Run) -> None:
         """Save the stacks of this rank, the latest first."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
+from lightning_perf.errors import let_through
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.schedule import Never, Schedule, as_schedule
 
@@ -191,6 +192,7 @@ class WindowCallback(PerfCallback):
         try:
             return self.window_due(context, at_end)
         except Exception as error:
+            let_through(error)
             if not self.disabled:
                 self.disable("schedule", error)
             self.trigger.quiet_until = inf  # not evaluated again

@@ -11,7 +11,7 @@ from operator import sub
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lightning_perf.core.window import Columns
-from lightning_perf.errors import ConfigError, closest, describe, warn
+from lightning_perf.errors import ConfigError, closest, describe, let_through, warn
 from lightning_perf.run.collective import LAST, Gatherer
 from lightning_perf.run.window_log import MOST, Report, WindowLog
 
@@ -173,6 +173,12 @@ class Windows:
     def enter(self) -> None:
         """A stage starts."""
         stage = self._stages.stage
+        # Columns count from here, without what passed since the last report of the stage.
+        reported, now = self._measured.get(stage), self._measure(stage)
+        values = zip(self._origins.get(stage, now), now, reported or now, strict=True)
+        origins = self._origins[stage] = [first + value - last for first, value, last in values]
+        for position in self._gauges:
+            origins[position] = 0.0
         stamp, costs = self._stages.counters.timestamp(), self._spans.totals()
         head = stage, self._stages.step - 1, stamp, False, self._rank
         width = max((len(each.columns) for each in self._subscriptions), default=0)
@@ -181,12 +187,6 @@ class Windows:
         for subscription in self._subscriptions:
             most = MOST if subscription.callback.keeps_windows else 0
             subscription.logs.setdefault(stage, WindowLog(start, subscription.columns, most))
-        # Columns count from here, without what passed since the last report of the stage.
-        reported, now = self._measured.get(stage), self._measure(stage)
-        values = zip(self._origins.get(stage, now), now, reported or now, strict=True)
-        origins = self._origins[stage] = [first + value - last for first, value, last in values]
-        for position in self._gauges:
-            origins[position] = 0.0
 
     def begin_batches(self) -> None:
         """The first batch of the current stage has ended: it gives the step of the stage's start.
@@ -266,6 +266,7 @@ class Windows:
             try:
                 return signal.totals(stage)
             except Exception as error:
+                let_through(error)
                 self._failed.add(signal)
                 name = signal.columns[0].partition("/")[0]
                 warn(f"{name} is no longer measured ({describe(error)}). Training continues.")

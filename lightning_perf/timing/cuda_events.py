@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_perf.background import wait_until
-from lightning_perf.errors import describe, warn
+from lightning_perf.errors import describe, let_through, warn
 from lightning_perf.timing.totals import Action, Cost, Floor
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Events:
         return found
 
     def _fail(self, error: Exception) -> None:
+        let_through(error)
         self.failed = True
         self._pending.clear()
         warn(f"CUDA events failed ({describe(error)}): {self._loss}. Training continues.")

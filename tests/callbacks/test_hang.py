@@ -601,6 +601,61 @@ def test_a_rank_that_makes_progress_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("action", ["report", "abort"])
+def test_a_process_that_was_stopped_goes_on_as_one_that_was_not(
+    tmp_path: Path, action: str
+) -> None:
+    """As by the suspension of a job: one warning, one entry that has an end, and no abort."""
+    module = Hangs(partial(hanging.work, tmp_path))
+    with training(tmp_path, module, after="2s", action=action) as process:
+        until((tmp_path / "works").exists)
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(process.pid, signal.SIGCONT)
+        process.join()
+        assert process.exitcode == 0
+    assert (tmp_path / "output").read_text().count("the training hangs: ") == 1
+    (path,) = tmp_path.glob("*/summary.json")
+    (hang,) = read_summary(path)["hangs"]
+    assert hang["ended"]
+    assert hang["seconds"] > 3
+    assert "# The training stood" in reported(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_time_in_a_debugger_is_no_part_of_a_pause(tmp_path: Path) -> None:
+    """While the user looks, and after they have gone on, there is no report."""
+    with training(tmp_path, Hangs(hanging.debug), action="abort") as process:
+        process.join()
+        assert process.exitcode == 0
+    assert "hangs" not in (tmp_path / "output").read_text()
+    assert not [*tmp_path.glob("*/hang")]
+
+
+@pytest.mark.slow
+def test_a_hang_that_an_exception_ends_did_not_go_on(tmp_path: Path) -> None:
+    """Also where a callback before ours takes its time for the exception."""
+
+    class Slow(L.Callback):
+        def on_exception(self, *_: object) -> None:
+            time.sleep(1.0)
+
+    def fail() -> None:
+        until(lambda: hang.hangs)
+        hanging.fail()
+
+    hang = Hang(after="1s")
+    fitted = trainer(tmp_path, Slow(), Timings(), hang)
+    with (
+        pytest.warns(PerfWarning, match="the training hangs"),
+        pytest.raises(RuntimeError, match="planted"),
+    ):
+        fitted.fit(Hangs(fail))
+    assert "ended" not in hang.hangs[0]
+    assert reported(tmp_path).startswith("# The training hangs")
+
+
+@pytest.mark.slow
 def test_abort_ends_the_process_with_its_exit_code(tmp_path: Path) -> None:
     """After the report, so that a scheduler starts the job again."""
     with training(tmp_path, Hangs(hanging.deadlock), action="abort") as process:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,20 @@ def test_updates_are_printed_as_text_or_json(
             assert updates[-1]["stages"]["train"]["whole_run"]
         else:
             assert [line[9:] for line in lines] == [LINE.format("running"), LINE.format("finished")]
+
+
+def test_a_line_says_that_the_training_hangs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it does: a hang that has ended is no news."""
+    hang = {"text": "rank 1 has been in forward for 12 s", "seconds": 12.0, "began": "now"}
+    folder = left(tmp_path / "owl", hangs=[hang])
+    ends = partial(left, folder, status="finished", hangs=[hang | {"ended": "later"}])
+    monkeypatch.setattr(runs.time, "sleep", lambda _: ends())
+    _, out, _ = call(capsys, "watch", str(folder))
+    first, second = out.splitlines(keepends=True)
+    assert first[9:] == f"owl running: hangs: {hang['text']}\n"
+    assert second[9:] == LINE.format("finished")
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
+import pdb
 import signal
 import socket
 import subprocess
@@ -150,6 +152,27 @@ def hold_gil_until(fifo: Path) -> None:
     pipe, buffer = os.open(fifo, os.O_RDWR), ctypes.create_string_buffer(1)
     ctypes.PyDLL(None).read(pipe, buffer, 1)  # gil until
     time.sleep(0.5)  # the watch's thread runs before what follows, on a busy machine, too
+
+
+def work(folder: Path, parts: int = 18) -> None:
+    """1.8 seconds that do not pass while the process is stopped."""
+    (folder / "works").touch()
+    for _ in range(parts):
+        time.sleep(0.1)
+
+
+class SlowUser:
+    """The input of a debugger, which goes on after three seconds."""
+
+    def readline(self) -> str:
+        time.sleep(3.0)
+        return "c\n"
+
+
+def debug() -> None:
+    debugger = pdb.Pdb(stdin=SlowUser(), stdout=io.StringIO())  # type: ignore[arg-type]
+    debugger.set_trace()
+    time.sleep(0.3)
 
 
 def stop() -> None:
