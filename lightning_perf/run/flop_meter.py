@@ -31,7 +31,7 @@ from lightning_perf.run.termination import signals_held
 from lightning_perf.timing.clock import NOTHING, waited_for_cpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -58,6 +58,8 @@ _SKIPPED = "skipped"
 FREE_SECONDS, _SHARE = 2.0, 0.02
 #: CPU time of a forked count, and more per submodule: ten times what blocks of transformers take.
 _SECONDS, _SECONDS_PER_PART = 5.0, 0.05
+#: Batches of a stage in whose transfer FLOPs are looked for.
+_TRANSFERS = 2
 _UNTRACKED = (
     "lightning_perf: the FLOPs of %s are not counted: MFU is a lower bound. Register them with "
     "lightning_perf.extend.flop_formula."
@@ -118,8 +120,8 @@ class FlopMeter:
         self.not_counted = ""
         #: The count of the current batch, if its FLOPs are not known.
         self.counting: _Counting | None = None
-        # Patches of each step, and patches during a counted batch.
-        self._steps, self._backwards = PatchSet(), PatchSet()
+        # Patches of each step, patches during a counted batch, and of the first transfers.
+        self._steps, self._backwards, self._transfers = PatchSet(), PatchSet(), PatchSet()
         # How often the step of the current batch has started: once per closure.
         self._begun = 0
         #: Whether the step returned nothing, so that Lightning skips the backward.
@@ -145,6 +147,9 @@ class FlopMeter:
         self._last_declared = None
         self._compiled = self._compiled or is_compiled(self.module)
         self.resume(stage)
+        if stage and not self._declared:
+            transfer = partial(_Transfer, meter=self)
+            self._transfers.wrap(self._trainer.strategy, "batch_to_device", transfer)
         self.peaks.get(self.peaks.dtype)
 
     def resume(self, stage: str) -> None:
@@ -161,6 +166,24 @@ class FlopMeter:
         self._stage = ""
         self._stop_counting()
         self._steps.restore()
+        self._transfers.restore()
+
+    def after_transfer(self, counts: Counts | None) -> None:
+        """Name the FLOPs of a transfer, such as those of a frozen encoder; None for the last one.
+
+        They are not those of the step, which are counted, but their time is that of the batch.
+        """
+        if counts is None:
+            self._transfers.restore()
+        elif counts.model_flops:
+            self._name_not_counted([f"{type(self.module).__name__}.on_after_batch_transfer"])
+
+    def _name_not_counted(self, names: Iterable[str]) -> None:
+        if self.not_counted:
+            return
+        self.not_counted = ", ".join(sorted(names))
+        if self._trainer.global_rank == 0:
+            _log.warning(_UNTRACKED, self.not_counted)
 
     def check(self, stage: str) -> None:
         """Count one of the next batches of a stage, because its step time has changed."""
@@ -346,10 +369,8 @@ class FlopMeter:
             self._caches.clear()
             self._cache = None
             return
-        if counts.untracked_names and not self.not_counted:
-            self.not_counted = names = ", ".join(sorted({*counts.untracked_names}))
-            if self._trainer.global_rank == 0:
-                _log.warning(_UNTRACKED, names)
+        if counts.untracked_names:
+            self._name_not_counted({*counts.untracked_names})
         known = self._signature in cache.counts
         skipped = self._automatic and self.skipped
         # A batch that was skipped costs what it computed. It is no sample of a new signature.
@@ -413,6 +434,24 @@ class _Step(MethodPatch):
             with counting.counter:
                 found = self.original(*args, **kwargs)
         meter.skipped = found is None
+        return found
+
+
+class _Transfer(MethodPatch):
+    """Looks for FLOPs in the transfer of a stage's first batches."""
+
+    def __init__(self, original: Callable[..., Any], meter: FlopMeter) -> None:
+        super().__init__(original)
+        self._meter, self._left = meter, _TRANSFERS
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        meter, counter = self._meter, FlopCounter()
+        self._left -= 1
+        with counter:
+            found = self.original(*args, **kwargs)
+        meter.after_transfer(counter.counts)
+        if self._left <= 0:
+            meter.after_transfer(None)
         return found
 
 

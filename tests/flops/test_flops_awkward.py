@@ -191,6 +191,25 @@ def test_uncounted_operators_are_reported(
     assert "aten::_fft_r2c" in caplog.text
 
 
+def test_flops_in_the_transfer_of_a_batch_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their time is that of the batch, so MFU without them is a lower bound; a copy has none."""
+
+    class Encodes(Small):
+        def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> list[Tensor]:
+            return [batch[0] @ torch.eye(batch[0].shape[1]), batch[1]]
+
+    for module, named in ((Small(), False), (Encodes(), True)):
+        flops = Flops(peak_flops=1e9)
+        run = trainer(tmp_path, flops)
+        run.fit(module)
+        assert "batch_to_device" not in vars(run.strategy)
+        assert flops.metrics["batch_flops"] == EXACT
+        text = "the FLOPs of Encodes.on_after_batch_transfer are not counted"
+        assert (text in caplog.text) is named
+
+
 def test_operators_of_a_model_without_known_flops_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
