@@ -42,6 +42,8 @@ _SAVES_IN_SPAN = _SAVE is None or "profiler" in _SAVE.co_names
 #: The beginning of the names of Lightning's modules.
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 _LOOPS = tuple(f"{each}loops." for each in PACKAGES)
+#: Hooks of modules and of data modules around the transfer of a batch.
+_TRANSFERS = "on_after_batch_transfer", "transfer_batch_to_device", "on_before_batch_transfer"
 #: The function of Lightning that runs the loops of a Trainer.
 _RUN = "_run_stage"
 #: The function of Lightning that ends a run: its own callbacks, then the module and loggers.
@@ -461,6 +463,16 @@ def _iterators(loop: Any) -> Sequence[Any]:
     """The iterators of a loop's loaders, while it uses them."""
     iterator = getattr(getattr(loop, "_combined_loader", None), "_iterator", None)
     return getattr(iterator, "iterators", ())
+
+
+def own_transfer(trainer: Trainer, module: object) -> str:
+    """The user's own method that transfers batches, or changes them there; empty without one."""
+    for owner in (module, getattr(trainer, "datamodule", None)):
+        for name in _TRANSFERS:
+            method = getattr(type(owner), name, None)
+            if not getattr(method, "__module__", PACKAGES[0]).startswith(PACKAGES):
+                return f"{type(owner).__name__}.{name}"
+    return ""
 
 
 def loader_workers(trainer: Trainer) -> dict[int, str]:

@@ -147,7 +147,7 @@ class FlopMeter:
         self._last_declared = None
         self._compiled = self._compiled or is_compiled(self.module)
         self.resume(stage)
-        if stage and not self._declared:
+        if stage and not self._declared and compat.own_transfer(self._trainer, self.module):
             transfer = partial(_Transfer, meter=self)
             self._transfers.wrap(self._trainer.strategy, "batch_to_device", transfer)
         self.peaks.get(self.peaks.dtype)
@@ -176,7 +176,7 @@ class FlopMeter:
         if counts is None:
             self._transfers.restore()
         elif counts.model_flops:
-            self._name_not_counted([f"{type(self.module).__name__}.on_after_batch_transfer"])
+            self._name_not_counted([compat.own_transfer(self._trainer, self.module)])
 
     def _name_not_counted(self, names: Iterable[str]) -> None:
         if self.not_counted:
