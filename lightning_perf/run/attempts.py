@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 #: Seconds until the first sign of life, and between two.
 FIRST, INTERVAL = 1.0, 5.0
+#: A stall takes so many times as long as the batches before it.
+_LONGER = 3
 #: Checkpoints that a file lists, the latest ones.
 _MOST_CHECKPOINTS = 20
 #: What a file says of the cluster.
@@ -104,6 +106,8 @@ class AttemptLog:
         self._looking = RLock()  # a signal may end the run within it
         self._trained = self._saving = self._saving_before = 0.0
         self._stalls = self._stalled = 0.0
+        # Seconds of the last batches, as far as they were seen before their ends.
+        self._unfinished, self._lasted = 0.0, deque([0.0, 0.0], 2)
 
     @property
     def job(self) -> str:
@@ -216,6 +220,7 @@ class AttemptLog:
             if counters.total_wct != self._trained:  # a batch has ended since the last look
                 self._trained, self._saving_before = counters.total_wct, self._saving
                 self._stalls, self._stalled = self._stalls + self._stalled, 0.0
+                self._lasted.append(self._unfinished)
             self._saving = saving
             unfinished = current = 0.0
             if run.stage and status != FINISHED:
@@ -223,7 +228,9 @@ class AttemptLog:
                 # Checkpoints are written before the first batch after them.
                 current = min(saving - self._saving_before, unfinished)
                 unfinished -= current
-            if unfinished > STALLED:
+            self._unfinished = unfinished
+            # Batches that all take over a minute are no stalls.
+            if unfinished > max(STALLED, _LONGER * min(self._lasted)):
                 self._stalled = max(self._stalled, unfinished)
             run.progress.paused_seconds = self._paused + saving - current + self._stalls
             validating += run.progress.validation_seconds - self._validated - within

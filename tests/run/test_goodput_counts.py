@@ -244,6 +244,25 @@ def test_the_parts_of_random_jobs_are_those_counted_by_hand(
     assert own == pytest.approx(by_hand(processes), abs=2 * attempts.INTERVAL * stalls + 0.1)
 
 
+def test_batches_that_all_take_over_a_minute_are_no_stalls(world: World, tmp_path: Path) -> None:
+    """But for the first two, and one that takes far longer than those before it."""
+    process = Process(world, tmp_path, None)
+    process.enter("train")
+    process.stack.begin_batches()
+    process.log.begin(process.run)
+    for seconds in (64.0, 64.0, 64.0, 70.0, 400.0, 64.0):
+        process.step += 1
+        process.does("step", seconds)
+        counters = process.progress.stages["train"]
+        counters.add(world.now, 1, None, process.step, epoch_ends=False)
+    process.stack.end()
+    process.leave()
+    process.run.stage = ""
+    found = process.log.goodput(process.run, "finished")
+    assert found["losses"]["stalls"] == pytest.approx(64 + 64 + 400, abs=3 * attempts.INTERVAL)
+    assert found["kept_seconds"] == pytest.approx(64 + 70 + 64, abs=3 * attempts.INTERVAL)
+
+
 @pytest.mark.parametrize("jump", [-7200.0, 7200.0])
 def test_a_clock_that_is_set_while_training_changes_no_time(
     world: World, tmp_path: Path, jump: float
