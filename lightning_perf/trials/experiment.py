@@ -34,6 +34,8 @@ _FIRST, _ALONE = 0.25, 0.6
 #: A trial may take so many times as long as the first run, and so many seconds more; and so many
 #: seconds after the time for all trials.
 _SLOWER, _GRACE, _AFTER = 4.0, 60.0, 10.0
+#: The share of this time after which a trial ends itself that has no end yet.
+_MOST = 0.75
 #: What a training does besides, in the first run.
 _ALL = ("checkpoint", "validation")
 #: Seeds of further runs as it is, which show by how much losses differ by chance.
@@ -226,13 +228,17 @@ class Experiment:
             )
         candidates = [Candidate(**each) for each in result["candidates"]]
         batches = min(max(ceil(self._seconds / result["median"]), least), most)
-        # Workers deliver as many batches at once as there are workers.
-        burst = lcm(*(each.loader.get("num_workers") or 1 for each in candidates))
-        whole = epoch if epoch and epoch <= batches else burst
+        # Workers deliver as many batches at once as there are workers, and load some ahead.
+        usual = {"num_workers": result["workers"], "prefetch_factor": result["prefetch"]}
+        loaders = [usual, *(usual | each.loader for each in candidates)]
+        whole = lcm(*(each["num_workers"] or 1 for each in loaders))
+        ahead = max((each["prefetch_factor"] or 2) * each["num_workers"] for each in loaders)
+        whole = epoch if epoch and epoch <= batches else whole
         batches = ceil(batches / whole) * whole
         self._ends = result["seconds"] < self._seconds
         if self._ends:
-            batches = min(batches, timed)
+            left = max(result["done"] - max(ahead, _WARM_UP), least)
+            batches = min(batches, left // whole * whole or left)
         self.batches = batches
         self.allowed = _SLOWER * self.first.wall_seconds + _GRACE
         left = (self._end - monotonic()) / (2 * FEWEST)
@@ -246,17 +252,18 @@ class Experiment:
         """Run one trial."""
         self.count += 1
         longest = max((self._end - monotonic()) * _FIRST, 2 * self._seconds)
+        limit = min(self.allowed, max(self._end - monotonic(), 0.0) + _AFTER)
         period = lcm(*(self._periods.get(name, 1) for name in setting.keeps))
         rounded = floor if self._ends else ceil
         batches = self.batches and max(rounded(self.batches / period), 1) * period
         spec = {
             "changes": [[each.kind, each.value] for each in setting.changes],
             "keeps": _ALL if self._whole else setting.keeps, "warm_up": _WARM_UP,
-            "batches": batches, "seconds": self._seconds, "most_seconds": longest,
+            "batches": batches, "seconds": self._seconds,
+            "most_seconds": _MOST * limit if batches else longest,
             "seed": setting.seed, "only": self.only,
         }  # fmt: skip
         folder = self._shared / str(self.count)
-        limit = min(self.allowed, max(self._end - monotonic(), 0.0) + _AFTER)
         outcome = run_trial(self.command, self._shared, folder, spec, limit)
         if batches and outcome.result and not outcome.result["timed"]:
             why = f"the training ended after {outcome.result['done']} batches"
@@ -283,7 +290,8 @@ class Experiment:
 
     def _measure(self, setting: Setting) -> None:
         outcome = self.run(setting)
-        if outcome.late and monotonic() > self._end:  # it may be no failure
+        # It may be no failure, if there is no time for another trial.
+        if outcome.late and monotonic() + self.first.wall_seconds > self._end:
             self._ended = setting, f"{outcome.error}, at the end of --minutes"
             return
         if outcome.error and not (

@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
     wall_seconds: float
     #: The most memory that its processes had, in bytes.
     host_memory: int
-    #: Whether it was ended at its limit of time.
+    #: Whether it was ended at its limit of time, or before it because no result would come.
     late: bool = False
 
     @property
@@ -104,7 +104,8 @@ def run_trial(
     except (OSError, *DAMAGE) as why:
         result, error = {}, f"its result is not readable: {why}"
     shutil.rmtree(folder, ignore_errors=True)
-    return Outcome({} if error else result, error, wall, memory, late=not (in_time or result))
+    late = result.get("late", not (in_time or result))
+    return Outcome({} if error else result, error, wall, memory, late)
 
 
 def _environment(shared: Path, spec: Path) -> dict[str, str]:

@@ -67,7 +67,7 @@ def outcome(seconds: float) -> Outcome:
     result = {
         "seconds": 20 * seconds, "timed": 20, "batch_size": 4, "startup": 1.0,
         "losses": ["0.1", "0.2"], "batches": ["a", "b"], "samples": ["1", "2"], "memory": 100,
-        "done": 30, "weights": ["a"],
+        "done": 30, "weights": ["a"], "workers": 0, "prefetch": None,
     }  # fmt: skip
     return Outcome(result, None, 0.001, 0)
 
@@ -273,6 +273,20 @@ def test_trials_have_whole_periods(
     assert [each["batches"] for each in specs[1:]] == expected
 
 
+@pytest.mark.parametrize(
+    ("change", "timed", "expected"),
+    [({"num_workers": 4}, 500, 100), ({"prefetch_factor": 4}, 50, 40)],
+)
+def test_trials_have_whole_rounds(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], timed: int, expected: int
+) -> None:
+    """Of four workers and of the training's five, after the 20 batches that five load ahead."""
+    listed = candidate(loader=change)
+    trials = started(monkeypatch, [], listed, timed=timed, workers=5, prefetch=2)
+    trials.start()
+    assert trials.batches == expected
+
+
 def started(
     monkeypatch: pytest.MonkeyPatch, specs: list[Any], listed: Candidate, **fields: Any
 ) -> Experiment:
@@ -281,7 +295,10 @@ def started(
     def run_trial(*args: Any) -> Outcome:
         specs.append(args[3])
         found = outcome(1.0)
-        defaults = {"median": 0.058, "candidates": [listed._asdict()], "dataset": "fixed"}
+        defaults: dict[str, Any] = {
+            "median": 0.058, "candidates": [listed._asdict()], "dataset": "fixed",
+            "done": fields["timed"] + 10,
+        }  # fmt: skip
         found.result.update(  # type: ignore[attr-defined]
             defaults | fields | {"seconds": fields.get("seconds_per_batch", 0.06) * fields["timed"]}
         )
