@@ -90,7 +90,7 @@ class Row(NamedTuple):
     """What was found out about a setting, compared with the training as it is."""
 
     setting: Setting
-    #: None if it was not measured.
+    #: Of the training with its validation and checkpoints; None if it was not measured.
     speedup: Speedup | None = None
     #: As `same_training` says.
     same: str = "unknown"
@@ -100,6 +100,8 @@ class Row(NamedTuple):
     memory: tuple[int, ...] = ()
     #: Seconds that the start takes longer.
     startup: float = 0.0
+    #: The speed-up of its trials, which may leave validation and checkpoints out.
+    in_trials: Speedup | None = None
 
     @property
     def predicted(self) -> float | None:
@@ -118,10 +120,13 @@ class Row(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        measured = None if self.speedup is None else self.speedup._asdict()
-        if measured and measured["high"] == inf:
-            measured = {"ratio": measured["ratio"], "rounds": measured["rounds"]}
-        own = {"setting": self.setting.name, "speedup": measured}
+        own: dict[str, Any] = {"setting": self.setting.name}
+        for name in ("speedup", "in_trials"):
+            found: Speedup | None = getattr(self, name)
+            measured = None if found is None else found._asdict()
+            if measured and measured["high"] == inf:
+                measured = {"ratio": measured["ratio"], "rounds": measured["rounds"]}
+            own[name] = measured
         return self._asdict() | own | {"predicted": self.predicted, "helps": self.helps}
 
 
@@ -350,8 +355,24 @@ class Experiment:
         common = sorted(ours.keys() & theirs.keys())
         return [log(theirs[n].per_sample / ours[n].per_sample) for n in common]
 
+    def _left_out(self, setting: Setting) -> float:
+        """The share of the first run's time for what trials of a setting do not do."""
+        result, kept = self.first.result, _ALL if self._whole else setting.keeps
+        seconds = (value for name, value in result["besides"].items() if name not in kept)
+        return float(sum(seconds) / result["seconds"])
+
     def _speedup(self, setting: Setting, reference: Setting) -> Speedup | None:
-        """How many times as fast a setting is as the reference; None if that is unknown."""
+        """How many times as fast a training is as the reference; None if that is unknown.
+
+        What trials leave out takes the same time with and without the changes.
+        """
+        share, found = self._left_out(setting), self._in_trials(setting, reference)
+        if reference.changes and (known := self._speedup(reference, Setting())):
+            share *= known.ratio  # of less time
+        return found and found.with_rest(share)
+
+    def _in_trials(self, setting: Setting, reference: Setting) -> Speedup | None:
+        """How many times as fast trials of a setting are."""
         logs = self._logs(setting, reference)
         if not logs:
             return None
@@ -395,7 +416,7 @@ class Experiment:
         return Row(
             setting, self._speedup(setting, Setting()), same, None,
             tuple(max(x.memory for x in some) for some in (theirs, ours)),
-            float(starts[1] - starts[0]),
+            float(starts[1] - starts[0]), self._in_trials(setting, Setting()),
         )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from lightning_perf.run.compat import (
     callback_class,
     loader_batch_size,
     training_queues,
+    validation_loop,
 )
 from lightning_perf.run.context import current_run
 from lightning_perf.tracking.summary import text_of
@@ -119,6 +120,8 @@ class Trial(Callback):
         self._began = self._last = 0.0
         self._startup: float | None = None
         self._seconds: list[float] = []
+        # Of the timed seconds, those for what a training does besides.
+        self._besides = dict.fromkeys(("checkpoint", "validation"), 0.0)
         self._losses: list[Tensor] = []
         self._batches: list[str] = []
         self._weights: list[str] = []
@@ -237,6 +240,9 @@ class Trial(Callback):
         loop.setup_data = partial(self._set_up_data, loop)
         strategy.process_dataloader = partial(self._process_loader, strategy)
         strategy.batch_to_device = partial(self._transfer, strategy)
+        if (validation := validation_loop(trainer)) is not None:
+            validation.run = partial(self._timed, "validation", validation.run)
+        trainer.save_checkpoint = partial(self._timed, "checkpoint", trainer.save_checkpoint)
         with suppress(Exception):  # such as weights that do not exist yet
             self._share_weights(trainer, getattr(model, "_orig_mod", model))
         for change in self.changes:
@@ -244,6 +250,15 @@ class Trial(Callback):
         seed_all(self.spec.seed)
         self._began = perf_counter()
         return model
+
+    def _timed(self, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call what is not training; a checkpoint within validation counts as a checkpoint."""
+        began, before = perf_counter(), sum(self._besides.values())
+        try:
+            return call(*args, **options)
+        finally:
+            within = sum(self._besides.values()) - before
+            self._besides[name] += perf_counter() - began - within
 
     def _share_weights(self, trainer: Any, module: Any) -> None:
         """Begin with the weights of the first trial: not all scripts seed them."""
@@ -368,6 +383,7 @@ class Trial(Callback):
             self._seconds.append(now - self._last)
         if begins:
             self._skipped, self._seconds = self._done, []
+            self._besides = dict.fromkeys(self._besides, 0.0)
         self._last = now
         if trainer.is_last_batch:
             self._state = self._state_now()
@@ -456,6 +472,7 @@ class Trial(Callback):
         epoch = trainer.num_training_batches
         content: dict[str, Any] = {
             "seconds": sum(self._seconds),
+            "besides": self._besides,
             "timed": len(self._seconds),
             "done": self._done,
             "median": float(np.median(self._seconds)) if self._seconds else None,
@@ -491,6 +508,16 @@ class Trial(Callback):
             {verdict.code: verdict for verdict in reversed(verdicts)}, usable_cpus(),
             self._restarts,
         )  # fmt: skip
+        expected = {
+            "validation": trainer.enable_validation,
+            "checkpoint": bool(trainer.checkpoint_callbacks),
+        }
+        unseen = [name for name in expected if expected[name] and not self._besides[name]]
+        if unseen:
+            self._note(
+                f"the first run had no {' and no '.join(unseen)}, and what is measured leaves the "
+                "time for it out: raise --seconds"
+            )
         config = compat.command_line_config(trainer)
         candidates = []
         for change in proposals(seen, tuple(self.spec.only)):

@@ -68,6 +68,7 @@ def outcome(seconds: float) -> Outcome:
         "seconds": 20 * seconds, "timed": 20, "batch_size": 4, "startup": 1.0,
         "losses": ["0.1", "0.2"], "batches": ["a", "b"], "samples": ["1", "2"], "memory": 100,
         "done": 30, "weights": ["a"], "workers": 0, "prefetch": None,
+        "besides": {},
     }  # fmt: skip
     return Outcome(result, None, 0.001, 0)
 
@@ -121,6 +122,27 @@ def test_changes_that_help_are_found_and_combined() -> None:
     assert slower.rounds == 2  # no more time for it
     assert unclear is not None
     assert unclear.rounds in LOOKS
+
+
+def test_what_trials_leave_out_is_counted() -> None:
+    """Of a training whose time is validation for three quarters, alone and in the sum."""
+    trials = Simulated(0, 0.01, {"a": 4.0, "b": 3.0, "c": 1.5})
+    trials.first.result["besides"] = {"validation": 15.0}  # type: ignore[index]
+    made = [candidate("a"), candidate("b"), candidate("c", keeps=["validation"])]
+    trials.start = lambda: made  # type: ignore[method-assign]
+    rows, best = trials.results()
+    assert best is not None
+    found = [each for each in (*rows, best) if each.speedup and each.in_trials]
+    assert [each.speedup.ratio for each in found if each.speedup] == pytest.approx(
+        [1 / (0.25 / 4 + 0.75), 1 / (0.25 / 3 + 0.75), 1.5, 18], rel=0.1
+    )
+    assert [round(each.in_trials.ratio) for each in found if each.in_trials] == [4, 3, 2, 18]
+    assert rows[0].as_dict()["in_trials"]["ratio"] == pytest.approx(4, rel=0.1)
+    assert rows[0].better
+    # A gain that the whole hides is none.
+    trials = Simulated(0, 0.001, {"a": 1.05})
+    trials.first.result["besides"] = {"validation": 19.0}  # type: ignore[index]
+    assert trials.results()[1] is None
 
 
 def test_times_are_compared_per_sample() -> None:

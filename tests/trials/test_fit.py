@@ -163,6 +163,25 @@ def test_a_trial_of_batches_loaded_before_has_no_result(
     assert result["error"] == f"workers load too far ahead to be timed in {why}"
 
 
+def test_the_first_run_times_what_trials_leave_out(tmp_path: Path) -> None:
+    """Its share of the time is known; that some of it was not seen is said."""
+    options: Any = {"enable_checkpointing": True, "limit_val_batches": 2}
+
+    def found(least: int) -> dict[str, Any]:
+        folder = tmp_path / str(least)
+        folder.mkdir()
+        held = Held(folder, batches=None, least=least, seconds=0.0)
+        return held.fit(folder, Small(), **options)
+
+    long, short = found(20), found(5)
+    assert set(long["besides"]) == {"validation", "checkpoint"}
+    assert all(long["besides"].values())
+    assert sum(long["besides"].values()) < long["seconds"]
+    assert not long["notes"]
+    assert not any(short["besides"].values())
+    assert short["notes"][0].startswith("the first run had no validation and no checkpoint, and ")
+
+
 def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:
     """One of them cannot stand for all."""
     loaders = {size: DataLoader(Course(), batch_size=size) for size in (1, 2)}
