@@ -263,7 +263,7 @@ class _Results:
 def _cells(row: Row) -> tuple[str, ...]:
     predicted = f"{row.predicted:.2f}x" if row.predicted else ""
     if row.speedup is None:
-        why = f"failed: {row.failure}" if row.failure else "there was no time"
+        why = f"not measured: {row.failure}" if row.failure else "there was no time"
         return row.setting.name, predicted, "", "", why, ""
     found = row.speedup
     interval = f"{found.low:.2f} to {found.high:.2f}" if found.high < inf else "too few rounds"

@@ -25,6 +25,8 @@ from lightning_perf.units import duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+#: Trials as it is that are so many times as fast as the first run read from a cache.
+_CACHED = 1.5
 #: After two rounds below this ratio a change is measured no more.
 _HOPELESS = 0.9
 #: Batches before those that are timed, and limits of the number of those.
@@ -345,9 +347,22 @@ class Experiment:
         return {n: each for n, one, each in self._outcomes if one == setting and not each.error}
 
     def _failure(self, setting: Setting) -> str | None:
-        """Why a setting has failed; one failure is enough."""
+        """Why a setting has failed, for which one failure is enough, or says nothing."""
         errors = (each.error for _, one, each in self._outcomes if one == setting)
-        return next(filter(None, errors), None)
+        base = setting._replace(changes=(), seed=0)
+        return next(filter(None, errors), self._cache(base) if setting != base else None)
+
+    def _cache(self, base: Setting) -> str | None:
+        """Why times say nothing about a training whose samples are new: all trials read the same.
+
+        A cache outside of the process, such as that of the file system, has those of earlier ones.
+        """
+        found = [each.per_batch for each in self._of(base).values()]
+        before = self.first.per_batch * (1 - self._left_out(base))
+        if len(found) < FEWEST or before < _CACHED * np.median(found):
+            return None
+        first, now = duration(before), duration(float(np.median(found)))
+        return f"samples seem to come from a cache: as it is, a batch took {first}, and now {now}"
 
     def _logs(self, setting: Setting, reference: Setting) -> list[float]:
         """The logarithm of the ratio of both times in each round that has both."""

@@ -145,6 +145,19 @@ def test_what_trials_leave_out_is_counted() -> None:
     assert trials.results()[1] is None
 
 
+@pytest.mark.parametrize(("first", "claims"), [(1.2, True), (1.8, False)])
+def test_nothing_is_claimed_of_cached_samples(first: float, claims: bool) -> None:
+    """Trials as it is that are much faster than the first run, which alone had to load them."""
+    trials = Simulated(0, 0.01, {"a": 1.5, "b": 0.5})
+    trials.first.result.update(  # type: ignore[attr-defined]
+        seconds=20 * first / 0.5, besides={"validation": 20 * first}
+    )
+    rows, best = trials.results()
+    assert (best is not None) == claims
+    cached = "samples seem to come from a cache: as it is, a batch took 1.80 s, and now "
+    assert [str(row.failure).startswith(cached) for row in rows] == [not claims] * 2
+
+
 def test_times_are_compared_per_sample() -> None:
     larger = outcome(1.5)
     larger.result["batch_size"] = 8  # type: ignore[index]

@@ -136,7 +136,7 @@ def ahead(**options: Any) -> DataLoader[Any]:
 def test_batches_that_were_loaded_before_are_not_timed(tmp_path: Path) -> None:
     """Such as in a slow first step: they would come faster than workers load."""
     held, module = Held(tmp_path), SlowFirst()
-    result = held.fit(tmp_path, module, ahead(seconds=0.02))
+    result = held.fit(tmp_path, module, ahead(seconds=0.1))
     assert result["timed"] == 8
     began = module.ended[result["done"] - 9]
     assert sum(each < began for each in module.loaded[-8:]) <= 1  # of the other worker
