@@ -249,7 +249,7 @@ class Experiment:
         self.batches = batches
         self.allowed = _SLOWER * self.first.wall_seconds + _GRACE
         left = (self._end - monotonic()) / (2 * FEWEST)
-        longest = timed if self._ends else left / self.first.per_batch
+        longest = timed if self._ends else max(left / self.first.per_batch, 1)
         self.too_long = [each for each in candidates if (each.period or 1) > longest]
         candidates = [each for each in candidates if each not in self.too_long]
         self._periods = {name: ceil(c.period or 1) for c in candidates for name in c.keeps}

@@ -147,12 +147,13 @@ def _without_result(
         return f"stopped after {duration(wall)} without a result"
     text = output.read_bytes()[-_LAST:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if process.returncode:
-        lines = [found[1] for line in lines if (found := _EXCEPTION.fullmatch(line))] or lines
     code, mark = process.returncode, output.parent / TRAINER
+    errors = [found[1] for line in lines if (found := _EXCEPTION.fullmatch(line))] if code else []
+    lines = errors or lines
     last = printable(lines[-1])[:_LINE] if lines else f"exit code {code}"
     seen = mark.read_text() if mark.exists() else None
-    if code < 0 or seen:  # errors in fit are results
+    # Errors in fit are results.
+    if code < 0 or seen or (code and seen is not None and not errors):
         how = f"signal {-code}, 9 where memory runs out" if code < 0 else f"exit code {code}"
         return f"the process ended {seen or 'before Trainer.fit'} ({how}; the last line: {last})"
     if code:

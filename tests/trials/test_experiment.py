@@ -356,6 +356,16 @@ def test_a_change_whose_period_is_too_long_is_not_tried(
     assert trials.too_long == [listed]
 
 
+def test_without_time_a_change_has_no_period_that_is_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is missing is time, and the output says so."""
+    trials = started(monkeypatch, [], candidate(), timed=500)
+    trials._end = 0.0
+    assert [each.name for each in trials.start()] == ["Workers"]
+    assert not trials.too_long
+
+
 def test_slow_batches_are_not_taken_for_a_short_training(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = started(monkeypatch, [], candidate(), timed=9, seconds_per_batch=3.0)
     with pytest.raises(TrialsFailed, match=r"takes 3\.00 s, .* 20 of them: raise --minutes"):
