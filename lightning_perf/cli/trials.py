@@ -7,6 +7,7 @@ import sys
 import tempfile
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property, partial
 from json import dumps
 from math import inf
@@ -74,6 +75,7 @@ def try_(
         json: Print JSON.
     """
     command = _checked(command, minutes=minutes, seconds=seconds)
+    _check_groups(only or [])
     for file, mark in ((output, _MARK), (html, 'name="generator" content="lightning_perf"')):
         if file is not None:
             check_output(Path(file), mark.encode())
@@ -140,6 +142,18 @@ def _checked(command: list[str], **numbers: float) -> list[str]:
         if not 0 < value < inf:
             raise Failure(f"--{name} {value} is not a positive number")
     return command
+
+
+def _check_groups(only: Sequence[str]) -> None:
+    """Refuse groups that are misspelt; packages that the training imports may add others."""
+    if not only:
+        return
+    from lightning_perf.trials.changes import CHANGES
+
+    known = {kind.group for kind in CHANGES}
+    for name in only:
+        if name not in known and (meant := get_close_matches(name, known, n=1, cutoff=0.75)):
+            raise Failure(f"--only {name} is not a group of changes: do you mean {meant[0]}?")
 
 
 def _artifacts(keep: str, tracking_uri: str | None) -> Callable[[Path, str], None]:
@@ -263,7 +277,7 @@ class _Results:
 def _cells(row: Row) -> tuple[str, ...]:
     predicted = f"{row.predicted:.2f}x" if row.predicted else ""
     if row.speedup is None:
-        why = f"failed: {row.failure}" if row.failure else "there was no time"
+        why = f"not measured: {row.failure}" if row.failure else "there was no time"
         return row.setting.name, predicted, "", "", why, ""
     found = row.speedup
     interval = f"{found.low:.2f} to {found.high:.2f}" if found.high < inf else "too few rounds"

@@ -6,7 +6,7 @@ import os
 import sys
 from contextlib import suppress
 from inspect import signature, unwrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -473,6 +473,37 @@ def own_transfer(trainer: Trainer, module: object) -> str:
             if not getattr(method, "__module__", PACKAGES[0]).startswith(PACKAGES):
                 return f"{type(owner).__name__}.{name}"
     return ""
+
+
+class Queue(NamedTuple):
+    """The batches that the workers of a DataLoader load ahead."""
+
+    workers: int
+    #: Batches that it has at most.
+    size: int
+    #: Whether the next batch is not loaded yet.
+    is_empty: bool
+    #: Whether workers keep up: none has a batch to load besides the one that it loads now.
+    is_full: bool
+
+
+def training_queues(trainer: Trainer) -> list[Queue]:
+    """The queues of the training's DataLoaders that have workers; those that are found."""
+    found = []
+    for iterator in _iterators(getattr(trainer, "fit_loop", None)):
+        with suppress(AttributeError):
+            workers, tasks = iterator._num_workers, iterator._task_info
+            size = workers * iterator._prefetch_factor
+            # The first one is before the thread that pins memory; without it both are the same.
+            queues = {iterator._worker_result_queue, iterator._data_queue}
+            waiting = 0
+            with suppress(NotImplementedError):  # macOS does not count
+                waiting = sum(each.qsize() for each in queues)
+            # What came before its turn is no longer in a queue.
+            loaded = waiting + sum(len(each) > 1 for each in tasks.values())
+            is_empty = not waiting and len(tasks.get(iterator._rcvd_idx, ())) < 2
+            found.append(Queue(workers, size, is_empty, loaded >= size - workers))
+    return found
 
 
 def loader_workers(trainer: Trainer) -> dict[int, str]:

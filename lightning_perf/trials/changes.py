@@ -124,7 +124,7 @@ class Change:
     def name(self) -> str:
         """The change in few words."""
         arguments = (self.loader or self.trainer).items()
-        return self.title or next((f"{key}={value}" for key, value in arguments), self.code)
+        return self.title or ", ".join(f"{key}={value}" for key, value in arguments) or self.code
 
     @property
     def loader(self) -> dict[str, Any]:
@@ -525,8 +525,16 @@ CHANGES: list[type[Change]] = [
 
 
 def proposals(seen: Seen, only: tuple[str, ...] = ()) -> Iterator[Change]:
-    """The changes that the verdicts of a training suggest, of some groups or of all."""
-    for kind in CHANGES:
+    """The changes that the verdicts of a training suggest, of some groups or of all.
+
+    First those that may gain most: there may be no time for all.
+    """
+
+    def gain(kind: type[Change]) -> float:
+        codes = seen.verdicts.keys() & set(kind.codes) - _ANYWHERE
+        return max((seen.verdicts[code].predicted_speedup for code in codes), default=1.0)
+
+    for kind in sorted(CHANGES, key=gain, reverse=True):
         if (not only or kind.group in only) and seen.codes & set(kind.codes):
             yield from kind.proposed(seen)
 

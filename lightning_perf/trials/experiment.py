@@ -25,6 +25,8 @@ from lightning_perf.units import duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+#: Trials as it is that are so many times as fast as the first run read from a cache.
+_CACHED = 1.5
 #: After two rounds below this ratio a change is measured no more.
 _HOPELESS = 0.9
 #: Batches before those that are timed, and limits of the number of those.
@@ -34,6 +36,8 @@ _FIRST, _ALONE = 0.25, 0.6
 #: A trial may take so many times as long as the first run, and so many seconds more; and so many
 #: seconds after the time for all trials.
 _SLOWER, _GRACE, _AFTER = 4.0, 60.0, 10.0
+#: The share of this time after which a trial ends itself that has no end yet.
+_MOST = 0.75
 #: What a training does besides, in the first run.
 _ALL = ("checkpoint", "validation")
 #: Seeds of further runs as it is, which show by how much losses differ by chance.
@@ -88,7 +92,7 @@ class Row(NamedTuple):
     """What was found out about a setting, compared with the training as it is."""
 
     setting: Setting
-    #: None if it was not measured.
+    #: Of the training with its validation and checkpoints; None if it was not measured.
     speedup: Speedup | None = None
     #: As `same_training` says.
     same: str = "unknown"
@@ -98,6 +102,8 @@ class Row(NamedTuple):
     memory: tuple[int, ...] = ()
     #: Seconds that the start takes longer.
     startup: float = 0.0
+    #: The speed-up of its trials, which may leave validation and checkpoints out.
+    in_trials: Speedup | None = None
 
     @property
     def predicted(self) -> float | None:
@@ -116,10 +122,13 @@ class Row(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        measured = None if self.speedup is None else self.speedup._asdict()
-        if measured and measured["high"] == inf:
-            measured = {"ratio": measured["ratio"], "rounds": measured["rounds"]}
-        own = {"setting": self.setting.name, "speedup": measured}
+        own: dict[str, Any] = {"setting": self.setting.name}
+        for name in ("speedup", "in_trials"):
+            found: Speedup | None = getattr(self, name)
+            measured = None if found is None else found._asdict()
+            if measured and measured["high"] == inf:
+                measured = {"ratio": measured["ratio"], "rounds": measured["rounds"]}
+            own[name] = measured
         return self._asdict() | own | {"predicted": self.predicted, "helps": self.helps}
 
 
@@ -226,17 +235,21 @@ class Experiment:
             )
         candidates = [Candidate(**each) for each in result["candidates"]]
         batches = min(max(ceil(self._seconds / result["median"]), least), most)
-        # Workers deliver as many batches at once as there are workers.
-        burst = lcm(*(each.loader.get("num_workers") or 1 for each in candidates))
-        whole = epoch if epoch and epoch <= batches else burst
+        # Workers deliver as many batches at once as there are workers, and load some ahead.
+        usual = {"num_workers": result["workers"], "prefetch_factor": result["prefetch"]}
+        loaders = [usual, *(usual | each.loader for each in candidates)]
+        whole = lcm(*(each["num_workers"] or 1 for each in loaders))
+        ahead = max((each["prefetch_factor"] or 2) * each["num_workers"] for each in loaders)
+        whole = epoch if epoch and epoch <= batches else whole
         batches = ceil(batches / whole) * whole
         self._ends = result["seconds"] < self._seconds
         if self._ends:
-            batches = min(batches, timed)
+            left = max(result["done"] - max(ahead, _WARM_UP), least)
+            batches = min(batches, left // whole * whole or left)
         self.batches = batches
         self.allowed = _SLOWER * self.first.wall_seconds + _GRACE
         left = (self._end - monotonic()) / (2 * FEWEST)
-        longest = timed if self._ends else left / self.first.per_batch
+        longest = timed if self._ends else max(left / self.first.per_batch, 1)
         self.too_long = [each for each in candidates if (each.period or 1) > longest]
         candidates = [each for each in candidates if each not in self.too_long]
         self._periods = {name: ceil(c.period or 1) for c in candidates for name in c.keeps}
@@ -246,17 +259,18 @@ class Experiment:
         """Run one trial."""
         self.count += 1
         longest = max((self._end - monotonic()) * _FIRST, 2 * self._seconds)
+        limit = min(self.allowed, max(self._end - monotonic(), 0.0) + _AFTER)
         period = lcm(*(self._periods.get(name, 1) for name in setting.keeps))
         rounded = floor if self._ends else ceil
         batches = self.batches and max(rounded(self.batches / period), 1) * period
         spec = {
             "changes": [[each.kind, each.value] for each in setting.changes],
             "keeps": _ALL if self._whole else setting.keeps, "warm_up": _WARM_UP,
-            "batches": batches, "seconds": self._seconds, "most_seconds": longest,
+            "batches": batches, "seconds": self._seconds,
+            "most_seconds": _MOST * limit if batches else longest,
             "seed": setting.seed, "only": self.only,
         }  # fmt: skip
         folder = self._shared / str(self.count)
-        limit = min(self.allowed, max(self._end - monotonic(), 0.0) + _AFTER)
         outcome = run_trial(self.command, self._shared, folder, spec, limit)
         if batches and outcome.result and not outcome.result["timed"]:
             why = f"the training ended after {outcome.result['done']} batches"
@@ -283,7 +297,8 @@ class Experiment:
 
     def _measure(self, setting: Setting) -> None:
         outcome = self.run(setting)
-        if outcome.late and monotonic() > self._end:  # it may be no failure
+        # It may be no failure, if there is no time for another trial.
+        if outcome.late and monotonic() + self.first.wall_seconds > self._end:
             self._ended = setting, f"{outcome.error}, at the end of --minutes"
             return
         if outcome.error and not (
@@ -332,9 +347,22 @@ class Experiment:
         return {n: each for n, one, each in self._outcomes if one == setting and not each.error}
 
     def _failure(self, setting: Setting) -> str | None:
-        """Why a setting has failed; one failure is enough."""
+        """Why a setting has failed, for which one failure is enough, or says nothing."""
         errors = (each.error for _, one, each in self._outcomes if one == setting)
-        return next(filter(None, errors), None)
+        base = setting._replace(changes=(), seed=0)
+        return next(filter(None, errors), self._cache(base) if setting != base else None)
+
+    def _cache(self, base: Setting) -> str | None:
+        """Why times say nothing about a training whose samples are new: all trials read the same.
+
+        A cache outside of the process, such as that of the file system, has those of earlier ones.
+        """
+        found = [each.per_batch for each in self._of(base).values()]
+        before = self.first.per_batch * (1 - self._left_out(base))
+        if len(found) < FEWEST or before < _CACHED * np.median(found):
+            return None
+        first, now = duration(before), duration(float(np.median(found)))
+        return f"samples seem to come from a cache: as it is, a batch took {first}, and now {now}"
 
     def _logs(self, setting: Setting, reference: Setting) -> list[float]:
         """The logarithm of the ratio of both times in each round that has both."""
@@ -342,8 +370,24 @@ class Experiment:
         common = sorted(ours.keys() & theirs.keys())
         return [log(theirs[n].per_sample / ours[n].per_sample) for n in common]
 
+    def _left_out(self, setting: Setting) -> float:
+        """The share of the first run's time for what trials of a setting do not do."""
+        result, kept = self.first.result, _ALL if self._whole else setting.keeps
+        seconds = (value for name, value in result["besides"].items() if name not in kept)
+        return float(sum(seconds) / result["seconds"])
+
     def _speedup(self, setting: Setting, reference: Setting) -> Speedup | None:
-        """How many times as fast a setting is as the reference; None if that is unknown."""
+        """How many times as fast a training is as the reference; None if that is unknown.
+
+        What trials leave out takes the same time with and without the changes.
+        """
+        share, found = self._left_out(setting), self._in_trials(setting, reference)
+        if reference.changes and (known := self._speedup(reference, Setting())):
+            share *= known.ratio  # of less time
+        return found and found.with_rest(share)
+
+    def _in_trials(self, setting: Setting, reference: Setting) -> Speedup | None:
+        """How many times as fast trials of a setting are."""
         logs = self._logs(setting, reference)
         if not logs:
             return None
@@ -387,7 +431,7 @@ class Experiment:
         return Row(
             setting, self._speedup(setting, Setting()), same, None,
             tuple(max(x.memory for x in some) for some in (theirs, ours)),
-            float(starts[1] - starts[0]),
+            float(starts[1] - starts[0]), self._in_trials(setting, Setting()),
         )  # fmt: skip
 
 

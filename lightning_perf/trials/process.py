@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
     wall_seconds: float
     #: The most memory that its processes had, in bytes.
     host_memory: int
-    #: Whether it was ended at its limit of time.
+    #: Whether it was ended at its limit of time, or before it because no result would come.
     late: bool = False
 
     @property
@@ -104,7 +104,8 @@ def run_trial(
     except (OSError, *DAMAGE) as why:
         result, error = {}, f"its result is not readable: {why}"
     shutil.rmtree(folder, ignore_errors=True)
-    return Outcome({} if error else result, error, wall, memory, late=not (in_time or result))
+    late = result.get("late", not (in_time or result))
+    return Outcome({} if error else result, error, wall, memory, late)
 
 
 def _environment(shared: Path, spec: Path) -> dict[str, str]:
@@ -146,12 +147,13 @@ def _without_result(
         return f"stopped after {duration(wall)} without a result"
     text = output.read_bytes()[-_LAST:].decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if process.returncode:
-        lines = [found[1] for line in lines if (found := _EXCEPTION.fullmatch(line))] or lines
     code, mark = process.returncode, output.parent / TRAINER
+    errors = [found[1] for line in lines if (found := _EXCEPTION.fullmatch(line))] if code else []
+    lines = errors or lines
     last = printable(lines[-1])[:_LINE] if lines else f"exit code {code}"
     seen = mark.read_text() if mark.exists() else None
-    if code < 0 or seen:  # errors in fit are results
+    # Errors in fit are results.
+    if code < 0 or seen or (code and seen is not None and not errors):
         how = f"signal {-code}, 9 where memory runs out" if code < 0 else f"exit code {code}"
         return f"the process ended {seen or 'before Trainer.fit'} ({how}; the last line: {last})"
     if code:

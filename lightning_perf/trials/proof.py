@@ -36,6 +36,18 @@ class Speedup(NamedTuple):
     high: float
     rounds: int
 
+    def with_rest(self, share: float) -> Speedup:
+        """The same of a whole whose rest, with this share of the time before, stays as it is.
+
+        Example:
+            >>> found = Speedup(2.0, 1.5, 3.0, 3).with_rest(0.5)
+            >>> f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"
+            '1.33 (1.20 to 1.50)'
+        """
+        known = (0.0, inf)  # without an interval
+        ratio, low, high = (x if x in known else 1 / ((1 - share) / x + share) for x in self[:3])
+        return Speedup(ratio, low, high, self.rounds)
+
     @property
     def better(self) -> bool:
         """Whether it is certainly faster, by enough."""

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from functools import partial, wraps
 from hashlib import blake2b
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -28,7 +28,13 @@ from lightning_perf.cgroup import usable_cpus
 from lightning_perf.errors import describe, redacted
 from lightning_perf.files import finite, read_json, write_text
 from lightning_perf.flops.batch import MOST_OBJECTS, attributes, entries, shape_of, tensors
-from lightning_perf.run.compat import PassThroughProfiler, callback_class, loader_batch_size
+from lightning_perf.run.compat import (
+    PassThroughProfiler,
+    callback_class,
+    loader_batch_size,
+    training_queues,
+    validation_loop,
+)
 from lightning_perf.run.context import current_run
 from lightning_perf.tracking.summary import text_of
 from lightning_perf.trials import compat
@@ -70,7 +76,8 @@ class Spec(NamedTuple):
     warm_up: int
     #: Batches that are timed; None for the first run, which also diagnoses.
     batches: int | None
-    #: Of the first run, timed: at least so many batches and seconds, and at most so many seconds.
+    #: Of the first run, timed: at least so many batches and seconds, and at most so many seconds;
+    #: which are from the start in other trials.
     least: int = 60
     seconds: float = 10.0
     most_seconds: float = 180.0
@@ -86,6 +93,10 @@ def joined(file: str) -> Trial:
     Path(trial.spec.folder, TRAINER).touch()
     trial.attach()
     return trial
+
+
+class Unsteady(Exception):
+    """A trial has only batches that were loaded before they are timed, and would be too fast."""
 
 
 class Trial(Callback):
@@ -109,6 +120,8 @@ class Trial(Callback):
         self._began = self._last = 0.0
         self._startup: float | None = None
         self._seconds: list[float] = []
+        # Of the timed seconds, those for what a training does besides.
+        self._besides = dict.fromkeys(("checkpoint", "validation"), 0.0)
         self._losses: list[Tensor] = []
         self._batches: list[str] = []
         self._weights: list[str] = []
@@ -117,6 +130,9 @@ class Trial(Callback):
         self._state: str | None = None
         self._dataset_changes = self._restarts = False
         self._done = 0
+        # Batches before those that are timed; whether none of these was loaded before.
+        self._skipped: int | None = None
+        self._began_empty = False
         #: The first run's own callback, which diagnoses.
         self.suite: Any = None
 
@@ -224,6 +240,9 @@ class Trial(Callback):
         loop.setup_data = partial(self._set_up_data, loop)
         strategy.process_dataloader = partial(self._process_loader, strategy)
         strategy.batch_to_device = partial(self._transfer, strategy)
+        if (validation := validation_loop(trainer)) is not None:
+            validation.run = partial(self._timed, "validation", validation.run)
+        trainer.save_checkpoint = partial(self._timed, "checkpoint", trainer.save_checkpoint)
         with suppress(Exception):  # such as weights that do not exist yet
             self._share_weights(trainer, getattr(model, "_orig_mod", model))
         for change in self.changes:
@@ -231,6 +250,15 @@ class Trial(Callback):
         seed_all(self.spec.seed)
         self._began = perf_counter()
         return model
+
+    def _timed(self, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call what is not training; a checkpoint within validation counts as a checkpoint."""
+        began, before = perf_counter(), sum(self._besides.values())
+        try:
+            return call(*args, **options)
+        finally:
+            within = sum(self._besides.values()) - before
+            self._besides[name] += perf_counter() - began - within
 
     def _share_weights(self, trainer: Any, module: Any) -> None:
         """Begin with the weights of the first trial: not all scripts seed them."""
@@ -341,17 +369,21 @@ class Trial(Callback):
         """Time the batch; end the process after the last one."""
         self._done += 1
         self._restarts |= self._state is not None
-        spec, timed = self.spec, self._done - self.spec.warm_up
+        spec = self.spec
         # In later epochs, the order of samples may be another one.
         if self._done == min(spec.warm_up, trainer.num_training_batches):
             self._weights = [digest([*pl_module.parameters()])]
-        if timed == 0 or timed == spec.batches:
+        begins, ends = self._begins(trainer), self._has_enough(trainer)
+        if self._done == spec.warm_up or begins or ends:
             synchronize(trainer)
         now = perf_counter()
-        if timed > 0:
-            self._seconds.append(now - self._last)
-        if timed == 0:
+        if self._done == spec.warm_up:
             self._startup = now - self._began
+        if self._skipped is not None:
+            self._seconds.append(now - self._last)
+        if begins:
+            self._skipped, self._seconds = self._done, []
+            self._besides = dict.fromkeys(self._besides, 0.0)
         self._last = now
         if trainer.is_last_batch:
             self._state = self._state_now()
@@ -359,18 +391,60 @@ class Trial(Callback):
         if isinstance(loss, Tensor) and len(self._losses) < _LOSSES:
             # Lightning has divided it. It is read at the end: no batch waits for it.
             self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
-        if spec.batches is None and timed > 0:
+        # One decides: clocks and workers of ranks differ, and one that ends alone fails the others.
+        if trainer.global_rank == 0:
+            self._end_in_time(trainer, ends)
+
+    def _end_in_time(self, trainer: Any, ends: bool) -> None:
+        spec, now = self.spec, self._last
+        if spec.batches is not None:
+            if not ends and now - self._began >= spec.most_seconds and training_queues(trainer):
+                self._end(trainer, self._unsteady("raise --minutes"))
+        elif self._seconds:
             elapsed = now - self._began - (self._startup or 0.0)
-            enough = timed >= spec.least and elapsed >= spec.seconds
-            # One rank decides: clocks of ranks differ, and one that ends alone fails the others.
-            if trainer.global_rank == 0 and (enough or elapsed >= spec.most_seconds):
-                self._end(trainer)
-        elif timed == spec.batches:
+            enough = len(self._seconds) >= spec.least and elapsed >= spec.seconds
+            ends = enough or elapsed >= spec.most_seconds
+        if ends:
             self._end(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The training is shorter. A process that is forked or spawned has no later line."""
+        queues = [] if self.diagnoses else training_queues(trainer)
+        if queues and not (self._seconds and self._began_empty) and not trainer.global_rank:
+            self._end(trainer, self._unsteady("the training ends"))
+        # Workers deliver as many batches at once as there are workers.
+        whole = lcm(*(each.workers for each in queues))
+        self._seconds = self._seconds[: len(self._seconds) // whole * whole]
         self._end(trainer)
+
+    def _begins(self, trainer: Any) -> bool:
+        """Whether the next batch is the first one that is timed, maybe once more.
+
+        Batches that workers have loaded before, such as in a slow first step, come faster than they
+        are loaded. They have no effect once their queue was empty, nor if workers keep it full.
+        """
+        queues = [] if self.diagnoses else training_queues(trainer)
+        if self._done < max([self.spec.warm_up, *(each.size for each in queues)]):
+            return False
+        is_empty = all(each.is_empty for each in queues)
+        if self._skipped is not None:  # full at first, but workers do not keep up
+            begins = is_empty and not self._began_empty
+        else:
+            begins = all(each.is_full or each.is_empty for each in queues)
+        self._began_empty |= begins and is_empty
+        return begins
+
+    def _has_enough(self, trainer: Any) -> bool:
+        """Whether the last batch is timed: whole rounds of workers, whose queue is as at first."""
+        if self.spec.batches is None or self._skipped is None:
+            return False
+        more = self._done - self._skipped - self.spec.batches
+        queues = training_queues(trainer)
+        in_round = more < 0 or more % lcm(*(each.workers for each in queues))
+        return not in_round and (self._began_empty or all(each.is_full for each in queues))
+
+    def _unsteady(self, why: str) -> Unsteady:
+        return Unsteady(f"workers load too far ahead to be timed in {self._done} batches: {why}")
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -383,7 +457,9 @@ class Trial(Callback):
         file = self._folder / RESULT
         try:
             if (error is not None or not trainer.global_rank) and not file.exists():
-                content = {"error": _reason(error)} if error else self._result(trainer)
+                content = self._result(trainer) if error is None else {
+                    "error": _reason(error), "late": isinstance(error, Unsteady)
+                }  # fmt: skip
                 write_text(file, text_of(content))
         except BaseException as failure:
             write_text(file, text_of({"error": describe(failure)}))
@@ -396,6 +472,7 @@ class Trial(Callback):
         epoch = trainer.num_training_batches
         content: dict[str, Any] = {
             "seconds": sum(self._seconds),
+            "besides": self._besides,
             "timed": len(self._seconds),
             "done": self._done,
             "median": float(np.median(self._seconds)) if self._seconds else None,
@@ -406,6 +483,8 @@ class Trial(Callback):
             "weights": self._weights,
             "memory": torch.cuda.max_memory_allocated() if cuda else None,
             "batch_size": loader_batch_size(self._loader),
+            "workers": getattr(self._loader, "num_workers", 0),
+            "prefetch": getattr(self._loader, "prefetch_factor", None),
             "epoch": int(epoch) if np.isfinite(epoch) else None,
             "dataset_changes": self._dataset_changes,
             "world_size": trainer.world_size,
@@ -429,6 +508,16 @@ class Trial(Callback):
             {verdict.code: verdict for verdict in reversed(verdicts)}, usable_cpus(),
             self._restarts,
         )  # fmt: skip
+        expected = {
+            "validation": trainer.enable_validation,
+            "checkpoint": bool(trainer.checkpoint_callbacks),
+        }
+        unseen = [name for name in expected if expected[name] and not self._besides[name]]
+        if unseen:
+            self._note(
+                f"the first run had no {' and no '.join(unseen)}, and what is measured leaves the "
+                "time for it out: raise --seconds"
+            )
         config = compat.command_line_config(trainer)
         candidates = []
         for change in proposals(seen, tuple(self.spec.only)):
@@ -456,6 +545,8 @@ def _reason(error: BaseException) -> str:
     """The line that says why; of an error in a worker the last one of the traceback within."""
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r}) is called in Trainer.fit"
+    if isinstance(error, Unsteady):
+        return str(error)
     if "Traceback (most recent call last):" in str(error):
         return redacted(str(error).strip().splitlines()[-1])
     return describe(error).partition("\n")[0]

@@ -31,6 +31,8 @@ from lightning_perf.trials.proof import speedup
         ([], 2, "there is no command"),
         (["--minutes", "0", "true"], 2, "--minutes 0.0 is not a positive number"),
         (["--seconds", "nan", "true"], 2, "--seconds nan is not a positive number"),
+        (["--only", "inputs", "true"], 2, "is not a group of changes: do you mean input?"),
+        (["--only", "mine", "true"], 1, "no Trainer was seen"),  # it may add the group
         (["no-such-program"], 127, "no-such-program is not a program"),
         (["python", "-m", "papermill", "train.ipynb"], 2, "notebooks cannot be tried"),
         (["true"], 1, "the training fails before any change: no Trainer was seen"),
@@ -173,7 +175,7 @@ def test_slow_items_get_workers(
     assert code == 0, err
     found = json.loads(out)
     best = found["best"]
-    assert best["setting"] == "num_workers=4"
+    assert best["setting"] == "num_workers=4, persistent_workers=True"
     assert best["speedup"]["low"] > 1.02
     assert best["same"] == "equal"
     assert found["lines"] == ["DataLoader(..., num_workers=4, persistent_workers=True)"]

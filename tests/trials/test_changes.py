@@ -53,6 +53,17 @@ def test_waiting_for_data_proposes_workers(tmp_path: Path) -> None:
     assert names(found, "precision") == []
 
 
+def test_what_may_gain_most_is_tried_first(tmp_path: Path) -> None:
+    """There may be no time for all; what is set besides the workers is in the name."""
+    loads = Verdict("input-bound", "warning", 0.06)
+    logs = verdict("logger-bound", advised_log_every_n_steps=12)
+    found = names(seen(tmp_path, loads, logs, restarts=True), "input", "logging")
+    assert found == [
+        "log_every_n_steps=12", "num_workers=4, persistent_workers=True",
+        "num_workers=8, persistent_workers=True",
+    ]  # fmt: skip
+
+
 def test_uncertain_advice_is_tried(tmp_path: Path) -> None:
     """Without a number in the verdict, such as beside other programs, a trial decides."""
     found = names(seen(tmp_path, verdict("input-bound")))

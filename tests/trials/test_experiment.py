@@ -67,7 +67,8 @@ def outcome(seconds: float) -> Outcome:
     result = {
         "seconds": 20 * seconds, "timed": 20, "batch_size": 4, "startup": 1.0,
         "losses": ["0.1", "0.2"], "batches": ["a", "b"], "samples": ["1", "2"], "memory": 100,
-        "done": 30, "weights": ["a"],
+        "done": 30, "weights": ["a"], "workers": 0, "prefetch": None,
+        "besides": {},
     }  # fmt: skip
     return Outcome(result, None, 0.001, 0)
 
@@ -121,6 +122,40 @@ def test_changes_that_help_are_found_and_combined() -> None:
     assert slower.rounds == 2  # no more time for it
     assert unclear is not None
     assert unclear.rounds in LOOKS
+
+
+def test_what_trials_leave_out_is_counted() -> None:
+    """Of a training whose time is validation for three quarters, alone and in the sum."""
+    trials = Simulated(0, 0.01, {"a": 4.0, "b": 3.0, "c": 1.5})
+    trials.first.result["besides"] = {"validation": 15.0}  # type: ignore[index]
+    made = [candidate("a"), candidate("b"), candidate("c", keeps=["validation"])]
+    trials.start = lambda: made  # type: ignore[method-assign]
+    rows, best = trials.results()
+    assert best is not None
+    found = [each for each in (*rows, best) if each.speedup and each.in_trials]
+    assert [each.speedup.ratio for each in found if each.speedup] == pytest.approx(
+        [1 / (0.25 / 4 + 0.75), 1 / (0.25 / 3 + 0.75), 1.5, 18], rel=0.1
+    )
+    assert [round(each.in_trials.ratio) for each in found if each.in_trials] == [4, 3, 2, 18]
+    assert rows[0].as_dict()["in_trials"]["ratio"] == pytest.approx(4, rel=0.1)
+    assert rows[0].better
+    # A gain that the whole hides is none.
+    trials = Simulated(0, 0.001, {"a": 1.05})
+    trials.first.result["besides"] = {"validation": 19.0}  # type: ignore[index]
+    assert trials.results()[1] is None
+
+
+@pytest.mark.parametrize(("first", "claims"), [(1.2, True), (1.8, False)])
+def test_nothing_is_claimed_of_cached_samples(first: float, claims: bool) -> None:
+    """Trials as it is that are much faster than the first run, which alone had to load them."""
+    trials = Simulated(0, 0.01, {"a": 1.5, "b": 0.5})
+    trials.first.result.update(  # type: ignore[attr-defined]
+        seconds=20 * first / 0.5, besides={"validation": 20 * first}
+    )
+    rows, best = trials.results()
+    assert (best is not None) == claims
+    cached = "samples seem to come from a cache: as it is, a batch took 1.80 s, and now "
+    assert [str(row.failure).startswith(cached) for row in rows] == [not claims] * 2
 
 
 def test_times_are_compared_per_sample() -> None:
@@ -273,6 +308,20 @@ def test_trials_have_whole_periods(
     assert [each["batches"] for each in specs[1:]] == expected
 
 
+@pytest.mark.parametrize(
+    ("change", "timed", "expected"),
+    [({"num_workers": 4}, 500, 100), ({"prefetch_factor": 4}, 50, 40)],
+)
+def test_trials_have_whole_rounds(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], timed: int, expected: int
+) -> None:
+    """Of four workers and of the training's five, after the 20 batches that five load ahead."""
+    listed = candidate(loader=change)
+    trials = started(monkeypatch, [], listed, timed=timed, workers=5, prefetch=2)
+    trials.start()
+    assert trials.batches == expected
+
+
 def started(
     monkeypatch: pytest.MonkeyPatch, specs: list[Any], listed: Candidate, **fields: Any
 ) -> Experiment:
@@ -281,7 +330,10 @@ def started(
     def run_trial(*args: Any) -> Outcome:
         specs.append(args[3])
         found = outcome(1.0)
-        defaults = {"median": 0.058, "candidates": [listed._asdict()], "dataset": "fixed"}
+        defaults: dict[str, Any] = {
+            "median": 0.058, "candidates": [listed._asdict()], "dataset": "fixed",
+            "done": fields["timed"] + 10,
+        }  # fmt: skip
         found.result.update(  # type: ignore[attr-defined]
             defaults | fields | {"seconds": fields.get("seconds_per_batch", 0.06) * fields["timed"]}
         )
@@ -302,6 +354,16 @@ def test_a_change_whose_period_is_too_long_is_not_tried(
     trials = started(monkeypatch, [], listed, epoch=None, timed=timed)
     assert trials.start() == []
     assert trials.too_long == [listed]
+
+
+def test_without_time_a_change_has_no_period_that_is_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is missing is time, and the output says so."""
+    trials = started(monkeypatch, [], candidate(), timed=500)
+    trials._end = 0.0
+    assert [each.name for each in trials.start()] == ["Workers"]
+    assert not trials.too_long
 
 
 def test_slow_batches_are_not_taken_for_a_short_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
@@ -94,6 +95,91 @@ def test_a_dataset_that_the_training_changes_is_seen(tmp_path: Path) -> None:
         loader = DataLoader(Subset(data, range(8)), batch_size=2)
         result = Held(tmp_path, batches=20).fit(tmp_path, Learner(partial(change, data)), loader)
         assert result["dataset_changes"] == expected
+
+
+class Clock(Dataset[list[Tensor]]):
+    """Items say when they were loaded, which takes some seconds."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        time.sleep(self.seconds)
+        now = torch.tensor([time.monotonic()], dtype=torch.float64)
+        return [torch.ones(WIDTH), torch.ones(1), now]
+
+
+class SlowFirst(Small):
+    """Its first step takes longer than a worker needs for all batches that it loads ahead."""
+
+    def __init__(self, others: float = 0.0) -> None:
+        super().__init__()
+        self.others, self.loaded, self.ended = others, list[float](), list[float]()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(self.others if self.loaded else 1.0)
+        self.loaded.append(float(batch[2][0]))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ended.append(time.monotonic())
+
+
+def ahead(**options: Any) -> DataLoader[Any]:
+    """Two workers load 16 batches ahead."""
+    return DataLoader(Clock(**options), 1, num_workers=2, prefetch_factor=8)
+
+
+def test_batches_that_were_loaded_before_are_not_timed(tmp_path: Path) -> None:
+    """Such as in a slow first step: they would come faster than workers load."""
+    held, module = Held(tmp_path), SlowFirst()
+    result = held.fit(tmp_path, module, ahead(seconds=0.1))
+    assert result["timed"] == 8
+    began = module.ended[result["done"] - 9]
+    assert sum(each < began for each in module.loaded[-8:]) <= 1  # of the other worker
+
+
+def test_workers_that_keep_up_are_timed_with_a_full_queue(tmp_path: Path) -> None:
+    result = Held(tmp_path).fit(tmp_path, SlowFirst(0.02), ahead())
+    assert result["timed"] == 8
+    assert result["done"] >= 16 + 8
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "why"),
+    [
+        ({"most_seconds": 0.0}, {}, "1 batches: raise --minutes"),
+        ({}, {"max_steps": 14}, "14 batches: the training ends"),
+    ],
+)
+def test_a_trial_of_batches_loaded_before_has_no_result(
+    tmp_path: Path, spec: dict[str, Any], options: dict[str, Any], why: str
+) -> None:
+    """It would make a larger prefetch_factor seem faster."""
+    result = Held(tmp_path, **spec).fit(tmp_path, SlowFirst(), ahead(), **options)
+    assert result["error"] == f"workers load too far ahead to be timed in {why}"
+
+
+def test_the_first_run_times_what_trials_leave_out(tmp_path: Path) -> None:
+    """Its share of the time is known; that some of it was not seen is said."""
+    options: Any = {"enable_checkpointing": True, "limit_val_batches": 2}
+
+    def found(least: int) -> dict[str, Any]:
+        folder = tmp_path / str(least)
+        folder.mkdir()
+        held = Held(folder, batches=None, least=least, seconds=0.0)
+        return held.fit(folder, Small(), **options)
+
+    long, short = found(20), found(5)
+    assert set(long["besides"]) == {"validation", "checkpoint"}
+    assert all(long["besides"].values())
+    assert sum(long["besides"].values()) < long["seconds"]
+    assert not long["notes"]
+    assert not any(short["besides"].values())
+    assert short["notes"][0].startswith("the first run had no validation and no checkpoint, and ")
 
 
 def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:

@@ -226,6 +226,8 @@ seen"""
         (SEEN, "there is nothing to try: a Trainer was constructed, but Trainer.fit is not"),
         (f"{SEEN}.write_text('in Trainer.fit'); os._exit(0)",
          "the process ended in Trainer.fit (exit code 0; the last line: exit code 0)"),
+        (f"{SEEN}; print('Tip: try it'); exit(3)",
+         "the process ended before Trainer.fit (exit code 3; the last line: Tip: try it)"),
         ("import os; print('x', flush=True); os.kill(os.getpid(), 9)",
          "the process ended before Trainer.fit (signal 9, 9 where memory runs out; the last"),
         ("input()", "EOFError: EOF when reading a line: trials have no standard input, so"),
