@@ -376,6 +376,8 @@ class FlopCache:
     # Batches so far, and those that were counted.
     _batches: int = 0
     _counted: int = 0
+    # Batches before this epoch or validation.
+    _before_epoch: int = 0
     # First batches of epochs that were counted since the last change.
     _firsts: int = 0
     # The batch after which one of a counted signature is counted again, and the one that was due
@@ -443,9 +445,11 @@ class FlopCache:
     def first(self, signature: Signature) -> Signature:
         """Return the signature of an epoch's first batch: its own if other batches cost the same.
 
-        Its cost is dropped if it must be counted.
+        Its cost is dropped if it must be counted. Where epochs have one batch, it is as any other.
         """
-        samples = [] if self.full else self._samples.get(signature, [])
+        single = self._batches - self._before_epoch == 1
+        self._before_epoch = self._batches
+        samples = [] if self.full or single else self._samples.get(signature, [])
         if not samples or any(one.flops != samples[-1].flops for one in samples[1:]):
             return signature
         signature = (*signature, _FIRST)

@@ -428,6 +428,27 @@ def test_work_that_changes_with_the_epoch_is_found_at_once(tmp_path: Path, compi
     assert known.mean == pytest.approx(sum(map(model.cost, range(128))) / 128)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_epochs_of_one_batch_are_checked_as_others_are(tmp_path: Path, compiled: bool) -> None:
+    """Full-batch training: the first batch of each epoch is its only one."""
+    model = Scheduled(lambda n: 20 * (n >= 40), compiled)
+    found = counted(tmp_path, model, max_epochs=75, limit_train_batches=1)
+    assert found["batch_flops"] == model.cost(74)
+
+
+def test_validations_of_one_batch_are_checked_as_others_are(tmp_path: Path) -> None:
+    """The first batch of each validation is its only one."""
+
+    class Grows(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            for _ in range(20 if self.global_step > 40 else 1):
+                self.net(batch[0])
+
+    options = {"limit_train_batches": 1, "limit_val_batches": 1}
+    found = counted(tmp_path, Grows(), max_epochs=75, **options)
+    assert found["validate/batch_flops"] == 20 * 4 * FORWARD
+
+
 def test_a_network_that_grows_in_each_epoch_is_followed(tmp_path: Path) -> None:
     """Each of six epochs of 48 batches has more layers; few batches of each are counted."""
     known, model = Known("1000ba"), Scheduled(lambda n: 3 * (n // 48), False)
