@@ -42,7 +42,7 @@ from lightning_perf.flops.batch import (
 from lightning_perf.flops.counter import Counts, mean
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from lightning_perf.flops.peaks import BatchCost
 
@@ -343,6 +343,8 @@ _PAUSE = {True: 0, False: 16}
 #: at most, by manual optimization. They double after each one that shows no change. 61 batches from
 #: one to the next have no common divisor with the numbers of batches that cycles usually have.
 _CHECKED_AFTER, _CHECKED_EVERY = 40, {True: 60, False: 200}
+#: Batches between two of a kind that was never counted, beyond which their share is too small.
+_FARTHEST = 200
 #: The last part of the signature of the first batch of an epoch, which often does more than others,
 #: such as logging images, and how many of them are counted: at first and after a change.
 _FIRST, _FIRSTS = "first", 16
@@ -365,8 +367,12 @@ class FlopCache:
     predictor: FlopModel | None = None
     #: Size of ``counts`` at the last fit.
     fitted_at: int = 0
-    # The counts of each signature, in the order of the batches.
+    # The counts of each signature and of each of its kinds, in the order of the batches, and those
+    # that have the very first batch.
     _samples: dict[Signature, list[Counts]] = field(default_factory=dict)
+    _oldest: tuple[Signature, ...] = ()
+    # Batches of kinds that were never counted: the number of the last one.
+    _missed: dict[Signature, int] = field(default_factory=dict)
     _recounts: int = 0
     _differ: bool = False
     # Changes of the cost in a row, and whether the first batch of an epoch showed the last one.
@@ -399,48 +405,78 @@ class FlopCache:
         """Return the cost that is known of a signature, or of others than the first of an epoch."""
         return self.costs.get(signature) or self.costs.get(signature[:-1])
 
-    def count(self, signature: Signature, counts: Counts) -> Counts:
+    def count(self, signature: Signature, counts: Counts, kind: Hashable = None) -> Counts:
         """Add the counts of a batch; return what other batches of its signature cost on average.
 
-        The very first batch is left out if others were counted: it is the least typical one. So is
-        the next one, which does not precede the others. Of costs that repeat, whole cycles are
-        averaged.
+        Batches of different kinds may differ, as a GAN's that step different optimizers: `mean_of`
+        has the cost of each kind.
         """
         self._counted += 1
         self.skips = 0
         if signature[-1:] == (_FIRST,):
             return self._count_first(signature, counts)
-        known = self._samples.get(signature)
+        own = of_kind(signature, kind)
+        known = self._samples.get(own)
         if known and not self._recounting and not self._expected(known, counts):
             self._forget()
-        samples = self._samples.setdefault(signature, [])
-        if samples and self._recounting:
+        if not self._samples:
+            self._oldest = signature, own
+        kept = True
+        if signature in self._samples:
+            kept = self._count_again(self._samples.get(own, []), counts)
+        elif self.predictor is not None:
+            self._verify(self.predictor.predict(signature), counts)
+        if kept:
+            for key in {own, signature}:
+                self._samples.setdefault(key, []).append(counts)
+            self.counts[signature] = self.mean_of(signature)
+        return self.counts[signature]
+
+    def _count_again(self, samples: Sequence[Counts], counts: Counts) -> bool:
+        """Say when to count again after a known signature; return whether its counts are kept."""
+        if self._recounting:
             self._recounts += 1
-            self._differ = self._differ or counts.flops != samples[0].flops
+            self._differ = self._differ or any(counts.flops != one.flops for one in samples[:1])
             if not self._recounting:
                 self._wait(self._gap)
             elif self._recounts == 1 and not self._differ:
                 self._wait(_PAUSE[self.manual])
-        elif samples:
-            if self._due_later:
-                self._due, self._due_later = self._due_later, 0
-            else:
-                self._wait(self._gap)
-            if 2 * len(samples) > self._recounts:
-                return self.counts[signature]
-        elif self.predictor is not None:
-            self._verify(self.predictor.predict(signature), counts)
-        samples.append(counts)
-        left_out = min(len(samples) - 1, 2) if signature == next(iter(self._samples)) else 0
-        self.counts[signature] = mean(_cycles(_latest(samples[left_out:])))
-        return self.counts[signature]
+            return True
+        if self._due_later:
+            self._due, self._due_later = self._due_later, 0
+        else:
+            self._wait(self._gap)
+        return 2 * len(samples) <= self._recounts
+
+    def mean_of(self, key: Signature) -> Counts:
+        """Return the mean of the counts of a signature, or of a kind of it.
+
+        The very first batch is left out if others were counted: it is the least typical one. So is
+        the next one, which does not precede the others. Of costs that repeat, whole cycles are
+        averaged.
+        """
+        samples = self._samples[key]
+        left_out = min(len(samples) - 1, 2) if key in self._oldest else 0
+        return mean(_cycles(_latest(samples[left_out:])))
+
+    def missed(self, signature: Signature, kind: Hashable) -> None:
+        """A batch of a kind that was never counted was not counted: count the next one.
+
+        It is as far away as the last one.
+        """
+        own, batch = of_kind(signature, kind), self._batches
+        last = self._missed.get(own, batch - 1)
+        self._missed[own] = batch
+        if signature in self._samples and not self._recounting and batch - last <= _FARTHEST:
+            self._due_later = self._due_later or max(self._due, batch + 1)
+            self._wait(batch - last - 1)
 
     def _verify(self, predicted: Counts | None, counts: Counts) -> None:
         """Forget the predictions if one is wrong."""
         self._unverified = 0
         if predicted is not None and not _agree(predicted, counts):
             self.predictor = None
-            self.costs = {one: self.costs[one] for one in self.costs.keys() & self.counts}
+            self.costs = {one: self.costs[one] for one in self.costs.keys() & self._samples}
 
     def first(self, signature: Signature) -> Signature:
         """Return the signature of an epoch's first batch: its own if other batches cost the same.
@@ -516,7 +552,7 @@ class FlopCache:
 
     def _forget(self) -> None:
         """Start anew with what has changed."""
-        for known in (self.counts, self.costs, self._samples):
+        for known in (self.counts, self.costs, self._samples, self._missed):
             known.clear()
         self.predictor, self.fitted_at = None, 0
         self._due = self._due_later = self._recounts = self._firsts = 0
@@ -542,6 +578,11 @@ class FlopCache:
         if len(self.costs) >= _MOST_COSTS:
             self.costs.clear()
         self.costs[signature] = cost
+
+
+def of_kind(signature: Signature, kind: Hashable) -> Signature:
+    """Return the key of the batches of a kind. The first ones of epochs have no kinds."""
+    return signature if kind is None or signature[-1:] == (_FIRST,) else (*signature, kind)
 
 
 def _latest(samples: Sequence[Counts]) -> Sequence[Counts]:

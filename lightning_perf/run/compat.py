@@ -42,6 +42,8 @@ _SAVES_IN_SPAN = _SAVE is None or "profiler" in _SAVE.co_names
 #: The beginning of the names of Lightning's modules.
 PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 _LOOPS = tuple(f"{each}loops." for each in PACKAGES)
+#: The closure of an optimizer that got none.
+NO_CLOSURE = getattr(pl.core.optimizer, "do_nothing_closure", None)
 #: The function of Lightning that runs the loops of a Trainer.
 _RUN = "_run_stage"
 #: The function of Lightning that ends a run: its own callbacks, then the module and loggers.

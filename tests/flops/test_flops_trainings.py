@@ -135,10 +135,26 @@ class Critic(TwoOptimizers):
 def test_batches_of_one_shape_may_train_different_networks(
     tmp_path: Path, every: int, first: int
 ) -> None:
-    """A network that only some batches train counts with its share of the batches."""
-    found = counted(tmp_path, Critic(every, first), max_epochs=4)
-    assert found["batch_flops"] == pytest.approx((1 + 1 / every) * 4 * FLOPS_PER_SAMPLE, abs=0.5)
-    assert found["mfu"] > 0
+    """A network that only some batches train counts with these batches."""
+    known, flops = Known("1000ba"), Flops(peak_flops=1e9)
+    trainer(tmp_path, known, flops, max_epochs=4).fit(Critic(every, first))
+    steps = 64 + len(range(first, 64, every))
+    assert known.mean == pytest.approx(4 * FLOPS_PER_SAMPLE * steps / 64)
+    assert flops.metrics["mfu"] > 0
+
+
+def test_a_network_that_is_trained_more_often_later_has_its_share(tmp_path: Path) -> None:
+    """The optimizers that step tell what a batch costs that is not counted: 5 to 1, then each."""
+
+    class Later(Critic):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.every = 5 if self.batches < 101 else 1
+            super().training_step(batch, batch_idx)
+
+    known = Known("1000ba")
+    trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=15).fit(Later(5, 0))
+    steps = 240 + 21 + 139
+    assert known.mean == pytest.approx(4 * FLOPS_PER_SAMPLE * steps / 240)
 
 
 class LayerDrop(Small):
@@ -657,16 +673,25 @@ def test_a_check_counts_one_of_the_next_batches() -> None:
     assert 150 in counted
 
 
+class Repeats(torch.optim.SGD):
+    """Runs its closure as often as a function of the number of its step says."""
+
+    def __init__(self, parameters: Any, times: Callable[[int], int]) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.times, self.steps = times, 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.steps += 1
+        return [closure() for _ in range(self.times(self.steps))][-1]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("manual", [False, True])
-def test_closures_count_as_often_as_they_run(tmp_path: Path, compiled: bool, manual: bool) -> None:
-    """An optimizer that calls its closure three times costs three forwards and backwards."""
-
-    class Thrice(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            for _ in range(3):
-                loss = closure()
-            return loss
+@pytest.mark.parametrize("times", [lambda _: 3, lambda step: max(20 - step // 4, 2)])
+def test_closures_count_as_often_as_they_run(
+    tmp_path: Path, compiled: bool, manual: bool, times: Callable[[int], int]
+) -> None:
+    """In each batch, counted or not: L-BFGS needs fewer and fewer runs of its closure."""
 
     class Closures(Small):
         def __init__(self) -> None:
@@ -683,9 +708,11 @@ def test_closures_count_as_often_as_they_run(tmp_path: Path, compiled: bool, man
             return self.optimizers().step(closure=closure)
 
         def configure_optimizers(self) -> Any:
-            return Thrice(self.parameters(), lr=0.0)
+            return Repeats(self.parameters(), times)
 
-    assert counted(tmp_path, Closures())["batch_flops"] == 3 * 4 * FLOPS_PER_SAMPLE
+    known = Known("1000ba")
+    trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=5).fit(Closures())
+    assert known.mean == pytest.approx(4 * FLOPS_PER_SAMPLE * sum(map(times, range(1, 81))) / 80)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
