@@ -62,6 +62,12 @@ _UNTRACKED = (
     "lightning_perf: the FLOPs of %s are not counted: MFU is a lower bound. Register them with "
     "lightning_perf.extend.flop_formula."
 )
+#: The relative standard error of a mean of FLOPs above which a message says so.
+_MOST_ERROR = 0.025
+_RANDOM = (
+    "lightning_perf: batches of equal shape differ at random: MFU is a mean of counted ones, about "
+    "+-%.0f %%."
+)
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
 
@@ -117,7 +123,7 @@ class FlopMeter:
         self._signature: Signature = ()
         #: The number of the data loader.
         self._loader = 0
-        self._warned_unpredictable = False
+        self._warned_unpredictable = self._said_error = False
         #: The names of what runs and has no known FLOPs, as one text: MFU is then a lower bound.
         self.not_counted = ""
         #: The count of the current batch, if its FLOPs are not known.
@@ -170,10 +176,14 @@ class FlopMeter:
                 self._steps.wrap(self._trainer.strategy, "optimizer_step", steps)
 
     def close(self) -> None:
-        """Stop counting and restore the strategy."""
+        """Stop counting and restore the strategy; say once if the FLOPs are known roughly."""
         self._stage = ""
         self._stop_counting()
         self._steps.restore()
+        error = max((cache.error for cache in self._caches.values()), default=0.0)
+        if error > _MOST_ERROR and not self._said_error and self._trainer.global_rank == 0:
+            self._said_error = True
+            _log.info(_RANDOM, 100 * error)
 
     def check(self, stage: str) -> None:
         """Count one of the next batches of a stage, because its step time has changed."""
