@@ -258,6 +258,18 @@ class BatchCost:
     #: As `ideal_seconds`, without the pairs of attention that causal masks hide.
     causal_ideal_seconds: float = 0.0
 
+    def times(self, runs: int) -> BatchCost:
+        """The cost of several runs."""
+        return BatchCost(
+            self.tracked_operations * runs,
+            self.untracked_operations * runs,
+            self.ideal_seconds * runs,
+            self.hardware_ideal_seconds * runs,
+            self.total * runs,
+            self.peak,
+            self.causal_ideal_seconds * runs,
+        )
+
 
 _DTYPES = {"64": "float64", "32": "float32", "16": "float16", "bf16": "bfloat16"}
 _FP8 = "float8_e4m3fn"

@@ -2,10 +2,10 @@
 
 Batches with equal signatures cost the same FLOPs, unless the model chooses its layers at random or
 trains another network with each batch: some batches are counted again, and if these differ, the
-mean of more of them is used. For other shapes, the sizes that vary independently (samples, lengths,
-nodes, edges, pixels) are the variables of a polynomial, fitted by least squares. It is accepted
-only if it predicts all counts within 0.1 %, held-out ones too. Shapes that vary in a way that was
-not counted are not predicted.
+mean of more of them is used, to which later ones are added if there is no cycle. For other shapes,
+the sizes that vary independently (samples, lengths, nodes, edges, pixels) are the variables of a
+polynomial, fitted by least squares. It is accepted only if it predicts all counts within 0.1 %,
+held-out ones too. Shapes that vary in a way that was not counted are not predicted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lightning_perf.flops.batch import (
 from lightning_perf.flops.counter import Counts, mean
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from lightning_perf.flops.peaks import BatchCost
 
@@ -343,6 +343,14 @@ _PAUSE = {True: 0, False: 16}
 #: at most, by manual optimization. They double after each one that shows no change. 61 batches from
 #: one to the next have no common divisor with the numbers of batches that cycles usually have.
 _CHECKED_AFTER, _CHECKED_EVERY = 40, {True: 60, False: 200}
+#: Batches before one is checked whose costs differ at random: from one to the next there are 47, a
+#: prime. The counts that are kept at most, and those that must repeat in a cycle seen only once.
+_RANDOM_EVERY, _MOST_SAMPLES, _REPEATED = 46, 200, 10
+#: Counting starts anew if the mean of so many checks differs from that of the counts before by more
+#: than this share and so many standard errors.
+_CHECKS, _MOVED, _ERRORS = (8, 16, 32), 0.05, 4
+#: Batches between two of a kind that was never counted, beyond which their share is too small.
+_FARTHEST = 200
 #: The last part of the signature of the first batch of an epoch, which often does more than others,
 #: such as logging images, and how many of them are counted: at first and after a change.
 _FIRST, _FIRSTS = "first", 16
@@ -365,8 +373,14 @@ class FlopCache:
     predictor: FlopModel | None = None
     #: Size of ``counts`` at the last fit.
     fitted_at: int = 0
-    # The counts of each signature, in the order of the batches.
+    # The counts of each signature and of each of its kinds, in the order of the batches, and those
+    # that have the very first batch.
     _samples: dict[Signature, list[Counts]] = field(default_factory=dict)
+    _oldest: tuple[Signature, ...] = ()
+    # Checks that are among the counts, by signature or kind: those of costs that differ at random.
+    _checks: Counter[Signature] = field(default_factory=Counter)
+    # Batches of kinds that were never counted: the number of the last one.
+    _missed: dict[Signature, int] = field(default_factory=dict)
     _recounts: int = 0
     _differ: bool = False
     # Changes of the cost in a row, and whether the first batch of an epoch showed the last one.
@@ -376,6 +390,8 @@ class FlopCache:
     # Batches so far, and those that were counted.
     _batches: int = 0
     _counted: int = 0
+    # Batches before this epoch or validation.
+    _before_epoch: int = 0
     # First batches of epochs that were counted since the last change.
     _firsts: int = 0
     # The batch after which one of a counted signature is counted again, and the one that was due
@@ -397,55 +413,119 @@ class FlopCache:
         """Return the cost that is known of a signature, or of others than the first of an epoch."""
         return self.costs.get(signature) or self.costs.get(signature[:-1])
 
-    def count(self, signature: Signature, counts: Counts) -> Counts:
+    def count(self, signature: Signature, counts: Counts, kind: Hashable = None) -> Counts:
         """Add the counts of a batch; return what other batches of its signature cost on average.
 
-        The very first batch is left out if others were counted: it is the least typical one. So is
-        the next one, which does not precede the others. Of costs that repeat, whole cycles are
-        averaged.
+        Batches of different kinds may differ, as a GAN's that step different optimizers: `mean_of`
+        has the cost of each kind.
         """
         self._counted += 1
         self.skips = 0
         if signature[-1:] == (_FIRST,):
             return self._count_first(signature, counts)
-        known = self._samples.get(signature)
-        if known and not self._recounting and not self._expected(known, counts):
+        own = of_kind(signature, kind)
+        known = self._samples.get(own)
+        if known and not self._recounting and not self._expected(own, counts):
             self._forget()
-        samples = self._samples.setdefault(signature, [])
-        if samples and self._recounting:
+        if not self._samples:
+            self._oldest = signature, own
+        kept = True
+        if signature in self._samples:
+            kept = self._count_again(signature, own, counts)
+        elif self.predictor is not None:
+            self._verify(self.predictor.predict(signature), counts)
+        if kept:
+            for key in {own, signature}:
+                samples = self._samples.setdefault(key, [])
+                samples.append(counts)
+                del samples[:-_MOST_SAMPLES]
+            self.counts[signature] = self.mean_of(signature)
+        return self.counts[signature]
+
+    def _count_again(self, signature: Signature, own: Signature, counts: Counts) -> bool:
+        """Say when to count again after a known signature; return whether its counts are kept."""
+        samples = self._samples.get(own, [])
+        if self._recounting:
             self._recounts += 1
-            self._differ = self._differ or counts.flops != samples[0].flops
+            self._differ = self._differ or any(counts.flops != one.flops for one in samples[:1])
             if not self._recounting:
                 self._wait(self._gap)
             elif self._recounts == 1 and not self._differ:
                 self._wait(_PAUSE[self.manual])
-        elif samples:
-            if self._due_later:
-                self._due, self._due_later = self._due_later, 0
-            else:
-                self._wait(self._gap)
-            if 2 * len(samples) > self._recounts:
-                return self.counts[signature]
-        elif self.predictor is not None:
-            self._verify(self.predictor.predict(signature), counts)
-        samples.append(counts)
-        left_out = min(len(samples) - 1, 2) if signature == next(iter(self._samples)) else 0
-        self.counts[signature] = mean(_cycles(_latest(samples[left_out:])))
-        return self.counts[signature]
+            return True
+        if self._due_later:
+            self._due, self._due_later = self._due_later, 0
+        else:
+            self._wait(self._gap)
+        if 2 * len(samples) <= self._recounts:
+            return True
+        length = self._cycle(own)
+        if length > 1 or (length == 1 and counts.flops == self._used(own)[0].flops):
+            return False
+        self._checks.update({own, signature})
+        return True
+
+    def mean_of(self, key: Signature) -> Counts:
+        """Return the mean of the counts of a signature, or of a kind of it.
+
+        Of costs that repeat, whole cycles are averaged.
+        """
+        used, length = self._used(key), self._cycle(key)
+        return mean(used[: len(used) // length * length] if length else used)
+
+    def _cycle(self, key: Signature) -> int:
+        """Return the length of the cycle of a key's costs, 1 if they are equal, 0 if at random."""
+        length = _cycle(self._used(key))
+        return 0 if length > 1 and self._checks[key] else length
+
+    def _used(self, key: Signature) -> Sequence[Counts]:
+        """Return the counts of a signature, or of a kind of it, without the least typical ones.
+
+        The very first batch is left out if others were counted, and the next one, which does not
+        precede the others.
+        """
+        samples = self._samples[key]
+        left_out = min(len(samples) - 1, 2) if key in self._oldest else 0
+        return _latest(samples[left_out:])
+
+    @property
+    def error(self) -> float:
+        """The relative standard error of the mean that most batches have; 0 if it is exact."""
+        # With manual optimization, a batch has the mean of its kind.
+        keys = [key for key in self._samples if not (self.manual and key in self.counts)]
+        key = max(keys, key=lambda one: len(self._samples[one]), default=None)
+        costs = [] if key is None or self._cycle(key) else [*map(_size, self._used(key))]
+        if len(costs) < _CHECKS[0] or _one_way(costs):
+            return 0.0
+        return float(np.std(costs, ddof=1) / np.mean(costs) / len(costs) ** 0.5)
+
+    def missed(self, signature: Signature, kind: Hashable) -> None:
+        """A batch of a kind that was never counted was not counted: count the next one.
+
+        It is as far away as the last one.
+        """
+        own, batch = of_kind(signature, kind), self._batches
+        last = self._missed.get(own, batch - 1)
+        self._missed[own] = batch
+        if signature in self._samples and not self._recounting and batch - last <= _FARTHEST:
+            self._due_later = self._due_later or max(self._due, batch + 1)
+            self._wait(batch - last - 1)
 
     def _verify(self, predicted: Counts | None, counts: Counts) -> None:
         """Forget the predictions if one is wrong."""
         self._unverified = 0
         if predicted is not None and not _agree(predicted, counts):
             self.predictor = None
-            self.costs = {one: self.costs[one] for one in self.costs.keys() & self.counts}
+            self.costs = {one: self.costs[one] for one in self.costs.keys() & self._samples}
 
     def first(self, signature: Signature) -> Signature:
         """Return the signature of an epoch's first batch: its own if other batches cost the same.
 
-        Its cost is dropped if it must be counted.
+        Its cost is dropped if it must be counted. Where epochs have one batch, it is as any other.
         """
-        samples = [] if self.full else self._samples.get(signature, [])
+        single = self._batches - self._before_epoch == 1
+        self._before_epoch = self._batches
+        samples = [] if self.full or single else self._samples.get(signature, [])
         if not samples or any(one.flops != samples[-1].flops for one in samples[1:]):
             return signature
         signature = (*signature, _FIRST)
@@ -489,17 +569,24 @@ class FlopCache:
         most = 1 if self._changes > 1 else _MORE_RECOUNTS if self._differ else _RECOUNTS
         return self._recounts < most
 
-    def _expected(self, samples: Sequence[Counts], counts: Counts) -> bool:
+    def _expected(self, own: Signature, counts: Counts) -> bool:
         """Whether the cost of a checked batch has not changed: the next check may be later."""
-        *costs, cost = (one.model_flops + one.hardware_flops for one in (*samples, counts))
-        # Costs that never repeat differ at random, unless they only grow or only fall.
-        unique = len({*costs}) == len(costs) and min(costs) < cost < max(costs)
-        few = self._differ and 2 * len(samples) <= self._recounts
-        if not (unique or few or any(counts.flops == sample.flops for sample in samples)):
+        samples, used = self._samples[own], self._used(own)
+        costs, cost = [*map(_size, used)], _size(counts)
+        new = all(counts.flops != sample.flops for sample in samples)
+        random = not self._cycle(own)
+        if random and not _one_way(costs):
+            # Where other costs came once only, so may this one, unless it is far away.
+            least, most = min(costs), max(costs)
+            near = 2 * least - most <= cost <= 2 * most - least
+            new = new and not (near and 1 in Counter(costs).values())
+            new = new or _moved([*costs, cost], self._checks[own] + 1)
+        if new and not (self._differ and 2 * len(samples) <= self._recounts):
             return False
         if not self._due_later:
             self._changes *= self._at_epoch
-            self._gap = min(2 * self._gap, _CHECKED_EVERY[self.manual])
+            most = _CHECKED_EVERY[self.manual]
+            self._gap = _RANDOM_EVERY if random else min(2 * self._gap, most)
         return True
 
     def _wait(self, batches: int) -> None:
@@ -512,7 +599,7 @@ class FlopCache:
 
     def _forget(self) -> None:
         """Start anew with what has changed."""
-        for known in (self.counts, self.costs, self._samples):
+        for known in (self.counts, self.costs, self._samples, self._missed, self._checks):
             known.clear()
         self.predictor, self.fitted_at = None, 0
         self._due = self._due_later = self._recounts = self._firsts = 0
@@ -540,6 +627,11 @@ class FlopCache:
         self.costs[signature] = cost
 
 
+def of_kind(signature: Signature, kind: Hashable) -> Signature:
+    """Return the key of the batches of a kind. The first ones of epochs have no kinds."""
+    return signature if kind is None or signature[-1:] == (_FIRST,) else (*signature, kind)
+
+
 def _latest(samples: Sequence[Counts]) -> Sequence[Counts]:
     """Counts without those of a first phase, such as a warm-up, that has ended.
 
@@ -551,11 +643,39 @@ def _latest(samples: Sequence[Counts]) -> Sequence[Counts]:
     return samples[length:] if ended else samples
 
 
-def _cycles(samples: Sequence[Counts]) -> Sequence[Counts]:
-    """Counts without the last ones that do not complete a cycle, if they repeat."""
+def _cycle(samples: Sequence[Counts]) -> int:
+    """The length of the cycle in which costs repeat, 1 if they are equal; 0 if they do not."""
     kinds = [counts.flops for counts in samples]
     length = next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[:-n])
-    return samples[: len(samples) // length * length]
+    again = kinds[length:]
+    # Costs at random may begin and end with the same few ones.
+    repeats = len(again) >= _REPEATED and any(kind != again[0] for kind in again)
+    return length if length == 1 or repeats or len(again) >= length else 0
+
+
+def _size(counts: Counts) -> int:
+    """The size of a batch's cost, for comparison with others."""
+    return counts.model_flops + counts.hardware_flops
+
+
+def _one_way(costs: Sequence[int]) -> bool:
+    """Whether costs only grow or only fall."""
+    return list(costs) in (sorted(costs), sorted(costs, reverse=True))
+
+
+def _moved(costs: Sequence[int], checks: int) -> bool:
+    """Whether the mean of the latest costs, all of them checks, differs from that before."""
+    values = np.array(costs, float)
+    for count in _CHECKS:
+        if count > min(checks, len(values) // 2):
+            return False
+        before, latest = values[:-count], values[-count:]
+        moved = abs(latest.mean() - before.mean())
+        squares = before.var() * len(before) + latest.var() * count
+        error = (squares / (len(values) - 2) * (1 / len(before) + 1 / count)) ** 0.5
+        if moved > max(_MOVED * before.mean(), _ERRORS * error):
+            return True
+    return False
 
 
 def _within(signature: Signature, known: Iterable[Signature]) -> bool:

@@ -44,6 +44,8 @@ PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 _LOOPS = tuple(f"{each}loops." for each in PACKAGES)
 #: Hooks of modules and of data modules around the transfer of a batch.
 _TRANSFERS = "on_after_batch_transfer", "transfer_batch_to_device", "on_before_batch_transfer"
+#: The closure of an optimizer that got none.
+NO_CLOSURE = getattr(pl.core.optimizer, "do_nothing_closure", None)
 #: The function of Lightning that runs the loops of a Trainer.
 _RUN = "_run_stage"
 #: The function of Lightning that ends a run: its own callbacks, then the module and loggers.

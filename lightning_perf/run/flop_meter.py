@@ -24,7 +24,7 @@ from lightning_perf.flops.external import COMPILED
 from lightning_perf.flops.peaks import BatchCost as BatchCost
 from lightning_perf.flops.peaks import PeakResolver
 from lightning_perf.flops.shadow import count_on_shadow, is_compiled
-from lightning_perf.flops.shapes import MOST_COUNTED, FlopCache, Signature, signature
+from lightning_perf.flops.shapes import MOST_COUNTED, FlopCache, Signature, of_kind, signature
 from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.termination import signals_held
@@ -64,6 +64,12 @@ _UNTRACKED = (
     "lightning_perf: the FLOPs of %s are not counted: MFU is a lower bound. Register them with "
     "lightning_perf.extend.flop_formula."
 )
+#: The relative standard error of a mean of FLOPs above which a message says so.
+_MOST_ERROR = 0.025
+_RANDOM = (
+    "lightning_perf: batches of equal shape differ at random: MFU is a mean of counted ones, about "
+    "+-%.0f %%."
+)
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
 
@@ -78,6 +84,10 @@ class FlopMeter:
     runs no backward, or when the start of an epoch or one batch in 40 to 200 shows another cost.
     After enough signatures, the FLOPs of new ones are predicted. Data loaders of validation are
     counted by themselves.
+
+    Batches of one shape have kinds: with automatic optimization by how often the step ran, which
+    multiplies its FLOPs; with manual optimization by the optimizers that stepped, and by how often
+    these ran their closures. Each kind has its own cost.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -115,7 +125,7 @@ class FlopMeter:
         self._signature: Signature = ()
         #: The number of the data loader.
         self._loader = 0
-        self._warned_unpredictable = False
+        self._warned_unpredictable = self._said_error = False
         #: The names of what runs and has no known FLOPs, as one text: MFU is then a lower bound.
         self.not_counted = ""
         #: The count of the current batch, if its FLOPs are not known.
@@ -124,6 +134,11 @@ class FlopMeter:
         self._steps, self._backwards, self._transfers = PatchSet(), PatchSet(), PatchSet()
         # How often the step of the current batch has started: once per closure.
         self._begun = 0
+        # Whether the module optimizes manually now. Then: the optimizers that the current batch has
+        # stepped, and how often these have run their closures.
+        self._manual = False
+        self.stepped: list[int] = []
+        self.closures = 0
         #: Whether the step returned nothing, so that Lightning skips the backward.
         self.skipped = False
 
@@ -157,16 +172,24 @@ class FlopMeter:
         self._stage, self._cache, self._loader = stage, None, 0
         self.work, self.counted, self._begun = None, False, 0
         self._declared = stage == "train" and self._declares
+        self._manual = stage == "train" and not self.module.automatic_optimization
         if stage and self.wanted and not self._declared:
             step = partial(_Step, stage=stage, meter=self)
             self._steps.wrap(self._trainer.strategy, _STEPS[stage], step)
+            if self._manual:
+                steps = partial(_OptimizerStep, meter=self)
+                self._steps.wrap(self._trainer.strategy, "optimizer_step", steps)
 
     def close(self) -> None:
-        """Stop counting and restore the strategy."""
+        """Stop counting and restore the strategy; say once if the FLOPs are known roughly."""
         self._stage = ""
         self._stop_counting()
         self._steps.restore()
         self._transfers.restore()
+        error = max((cache.error for cache in self._caches.values()), default=0.0)
+        if error > _MOST_ERROR and not self._said_error and self._trainer.global_rank == 0:
+            self._said_error = True
+            _log.info(_RANDOM, 100 * error)
 
     def after_transfer(self, counts: Counts | None) -> None:
         """Name the FLOPs of a transfer, such as those of a frozen encoder; None for the last one.
@@ -203,6 +226,9 @@ class FlopMeter:
             return
         self.began = perf_counter()
         self.work, self.counted = None, False
+        if self._manual:
+            self.closures = 0
+            self.stepped.clear()
         if loader is not None and loader != self._loader:
             self._loader, self._cache = loader, None
         batch = arguments[0] if arguments else None
@@ -232,10 +258,9 @@ class FlopMeter:
         """Return the costs of this stage, of its trainable parameters and its data loader."""
         train = self._stage == "train"
         trainable = tuple(each.requires_grad for each in self.module.parameters())
-        manual = train and not self.module.automatic_optimization
         loader = 0 if train else self._loader
         key = self._stage, trainable, loader, compat.skips_backward(self._trainer)
-        return self._caches.setdefault(key, FlopCache(_TRIES if train else 1, manual))
+        return self._caches.setdefault(key, FlopCache(_TRIES if train else 1, self._manual))
 
     def _find_cost(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         """Predict the cost of a batch with a new signature, or start counting it."""
@@ -347,21 +372,43 @@ class FlopMeter:
         elif counts is not None:
             self.counted = True
             try:
-                self._store(counts)
+                self._store(counts, (self.closures if self._manual else begun) or 1)
             except Exception as error:
                 self._fail(error)
-        elif self.skipped and self.work is not None and self._automatic and self._cache:
-            cost = self._cache.costs.get((*self._signature, _SKIPPED))
+        elif self.work is not None and (self.skipped or self._manual or begun > 1):
+            self._specify(begun)
+
+    def _specify(self, begun: int) -> None:
+        """Set ``work`` of a batch that was not counted by what is known after it."""
+        cache = self._cache
+        if cache is None or self.work is None:
+            return
+        if self._manual:
+            begun, kind = self.closures, tuple(self.stepped)
+            cost = cache.costs.get(of_kind(self._signature, kind))
+            if cost is None:
+                cache.missed(self._signature, kind)
+            self.work = cost or self.work
+        elif self.skipped and self._automatic:
+            cost = cache.costs.get((*self._signature, _SKIPPED))
             self.work = cost or self.work
             if cost is None:
-                self._cache.skip()
+                cache.skip()
+        if begun > 1:
+            self.work = self.work.times(begun)
+
+    def run_closure(self, closure: Callable[..., Any], *args: Any) -> Any:
+        """Run the closure of an optimizer with manual optimization."""
+        self.closures += 1
+        return closure(*args)
 
     @property
     def _automatic(self) -> bool:
         """Whether Lightning runs a backward for each step."""
         return self._stage == "train" and self.module.automatic_optimization
 
-    def _store(self, counts: Counts) -> None:
+    def _store(self, counts: Counts, runs: int) -> None:
+        """Keep what was counted of a batch whose step, or closures, ran so often."""
         assert self._cache is not None  # found before the batch was counted
         cache = self._cache
         if COMPILED in counts.untracked_names and not self._calls_compiled:
@@ -375,8 +422,12 @@ class FlopMeter:
         skipped = self._automatic and self.skipped
         # A batch that was skipped costs what it computed. It is no sample of a new signature.
         if known or (counts.model_flops and not skipped):
-            kind = (*self._signature, _SKIPPED) if skipped else self._signature
-            cache.store(kind, self.peaks.cost_of(cache.count(kind, counts)))
+            one = weighted([(1 / runs, counts)]) if runs > 1 else counts
+            own = (*self._signature, _SKIPPED) if skipped else self._signature
+            kind = tuple(self.stepped) if self._manual else None
+            cache.store(own, self.peaks.cost_of(cache.count(own, one, kind)))
+            if (of_this := of_kind(own, kind)) != own:
+                cache.store(of_this, self.peaks.cost_of(cache.mean_of(of_this)))
             self.work = self.peaks.cost_of(counts)
         elif skipped:
             cache.skip()
@@ -453,6 +504,21 @@ class _Transfer(MethodPatch):
         if self._left <= 0:
             meter.after_transfer(None)
         return found
+
+
+class _OptimizerStep(MethodPatch):
+    """Tells the meter which optimizers a batch steps, and how often they run their closures."""
+
+    def __init__(self, original: Callable[..., Any], meter: FlopMeter) -> None:
+        super().__init__(original)
+        self._meter = meter
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        meter = self._meter
+        meter.stepped.append(id(args[0]) if args else 0)
+        if len(args) > 1 and args[1] is not compat.NO_CLOSURE:
+            args = (args[0], partial(meter.run_closure, args[1]), *args[2:])
+        return self.original(*args, **kwargs)
 
 
 class _Counting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -135,10 +136,26 @@ class Critic(TwoOptimizers):
 def test_batches_of_one_shape_may_train_different_networks(
     tmp_path: Path, every: int, first: int
 ) -> None:
-    """A network that only some batches train counts with its share of the batches."""
-    found = counted(tmp_path, Critic(every, first), max_epochs=4)
-    assert found["batch_flops"] == pytest.approx((1 + 1 / every) * 4 * FLOPS_PER_SAMPLE, abs=0.5)
-    assert found["mfu"] > 0
+    """A network that only some batches train counts with these batches."""
+    known, flops = Known("1000ba"), Flops(peak_flops=1e9)
+    trainer(tmp_path, known, flops, max_epochs=4).fit(Critic(every, first))
+    steps = 64 + len(range(first, 64, every))
+    assert known.mean == pytest.approx(4 * FLOPS_PER_SAMPLE * steps / 64)
+    assert flops.metrics["mfu"] > 0
+
+
+def test_a_network_that_is_trained_more_often_later_has_its_share(tmp_path: Path) -> None:
+    """The optimizers that step tell what a batch costs that is not counted: 5 to 1, then each."""
+
+    class Later(Critic):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.every = 5 if self.batches < 101 else 1
+            super().training_step(batch, batch_idx)
+
+    known = Known("1000ba")
+    trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=15).fit(Later(5, 0))
+    steps = 240 + 21 + 139
+    assert known.mean == pytest.approx(4 * FLOPS_PER_SAMPLE * steps / 240)
 
 
 class LayerDrop(Small):
@@ -428,6 +445,27 @@ def test_work_that_changes_with_the_epoch_is_found_at_once(tmp_path: Path, compi
     assert known.mean == pytest.approx(sum(map(model.cost, range(128))) / 128)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_epochs_of_one_batch_are_checked_as_others_are(tmp_path: Path, compiled: bool) -> None:
+    """Full-batch training: the first batch of each epoch is its only one."""
+    model = Scheduled(lambda n: 20 * (n >= 40), compiled)
+    found = counted(tmp_path, model, max_epochs=75, limit_train_batches=1)
+    assert found["batch_flops"] == model.cost(74)
+
+
+def test_validations_of_one_batch_are_checked_as_others_are(tmp_path: Path) -> None:
+    """The first batch of each validation is its only one."""
+
+    class Grows(Small):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            for _ in range(20 if self.global_step > 40 else 1):
+                self.net(batch[0])
+
+    options = {"limit_train_batches": 1, "limit_val_batches": 1}
+    found = counted(tmp_path, Grows(), max_epochs=75, **options)
+    assert found["validate/batch_flops"] == 20 * 4 * FORWARD
+
+
 def test_a_network_that_grows_in_each_epoch_is_followed(tmp_path: Path) -> None:
     """Each of six epochs of 48 batches has more layers; few batches of each are counted."""
     known, model = Known("1000ba"), Scheduled(lambda n: 3 * (n // 48), False)
@@ -543,10 +581,11 @@ def test_a_network_that_is_trained_late_and_rarely_is_found(tmp_path: Path) -> N
             self.first = 9 if self.batches >= 100 else -1
             super().training_step(batch, batch_idx)
 
-    model = Late(10, 9)
+    model, known = Late(10, 9), Known("10000ba")
     model.train_dataloader = long_epoch  # type: ignore[method-assign]
-    found = counted(tmp_path, model, max_epochs=7)
-    assert found["batch_flops"] == pytest.approx((1 + 1 / 10) * 4 * FLOPS_PER_SAMPLE, abs=0.5)
+    trainer(tmp_path, known, Flops("10000ba", peak_flops=1e9), max_epochs=3).fit(model)
+    # 38 of 480 batches train it, of which the first two are not counted.
+    assert known.mean == pytest.approx(4 * FLOPS_PER_SAMPLE * (480 + 38 - 2) / 480)
 
 
 def test_layers_that_are_unfrozen_within_an_epoch_are_found(tmp_path: Path) -> None:
@@ -600,6 +639,52 @@ def test_work_that_changes_is_followed_at_a_bounded_cost(
     assert ratio == pytest.approx(1, abs=error)
 
 
+@pytest.mark.parametrize("low", [0.1, 0.5])
+def test_the_mean_of_random_work_gets_better_in_a_long_run(low: float) -> None:
+    """Checks are added to the counts: over ten seeds, the error is small in the last tenth."""
+
+    def error(seed: int) -> float:
+        draws = np.random.default_rng(seed).random(10_000)
+        cache, found, true = FlopCache(8), 0.0, 0
+        for batch, draw in enumerate(draws):
+            cost = 100_000 if draw < low else 1_000_000
+            if cache.cost(()) is None:
+                mean = cache.count((), Counts(model={"": cost})).model_flops
+                cache.store((), BatchCost(total=mean))
+            if batch >= 9000:
+                true += cost
+                found += cache.costs[()].total
+        return abs(found / true - 1)
+
+    errors = [error(seed) for seed in range(10)]
+    assert np.mean(errors) < 0.05
+    assert max(errors) < 0.15
+
+
+def test_a_mix_of_costs_that_changes_is_followed() -> None:
+    """Each cost was seen before, but in another proportion: the checks differ from the mean."""
+    draws = np.random.default_rng(0).random(4000)
+    cache = FlopCache(8)
+    for batch, draw in enumerate(draws):
+        if cache.cost(()) is None:
+            cost = 8000 if draw < (0.2 if batch < 1000 else 0.9) else 1000
+            mean = cache.count((), Counts(model={"": cost})).model_flops
+            cache.store((), BatchCost(total=mean))
+    assert cache.costs[()].total == pytest.approx(8000 * 0.9 + 1000 * 0.1, rel=0.15)
+
+
+def test_random_work_is_said_to_be_a_rough_mean(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the error of the mean."""
+    draws = np.random.default_rng(0).integers(0, 30, 160)
+    caplog.set_level("INFO", "lightning_perf")
+    counted(tmp_path, Scheduled(lambda n: int(draws[n])), max_epochs=10)
+    found = [one.getMessage() for one in caplog.records if "at random" in one.getMessage()]
+    assert len(found) == 1
+    assert re.search(r"about \+-\d+ %", found[0])
+
+
 @pytest.mark.parametrize("kind", ["hardware", "hidden"])
 def test_changes_of_recomputation_or_masks_are_followed(kind: str) -> None:
     """The model's own FLOPs stay the same, those of HFU or of the causal MFU change."""
@@ -636,16 +721,25 @@ def test_a_check_counts_one_of_the_next_batches() -> None:
     assert 150 in counted
 
 
+class Repeats(torch.optim.SGD):
+    """Runs its closure as often as a function of the number of its step says."""
+
+    def __init__(self, parameters: Any, times: Callable[[int], int]) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.times, self.steps = times, 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        self.steps += 1
+        return [closure() for _ in range(self.times(self.steps))][-1]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("manual", [False, True])
-def test_closures_count_as_often_as_they_run(tmp_path: Path, compiled: bool, manual: bool) -> None:
-    """An optimizer that calls its closure three times costs three forwards and backwards."""
-
-    class Thrice(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-            for _ in range(3):
-                loss = closure()
-            return loss
+@pytest.mark.parametrize("times", [lambda _: 3, lambda step: max(20 - step // 4, 2)])
+def test_closures_count_as_often_as_they_run(
+    tmp_path: Path, compiled: bool, manual: bool, times: Callable[[int], int]
+) -> None:
+    """In each batch, counted or not: L-BFGS needs fewer and fewer runs of its closure."""
 
     class Closures(Small):
         def __init__(self) -> None:
@@ -662,9 +756,11 @@ def test_closures_count_as_often_as_they_run(tmp_path: Path, compiled: bool, man
             return self.optimizers().step(closure=closure)
 
         def configure_optimizers(self) -> Any:
-            return Thrice(self.parameters(), lr=0.0)
+            return Repeats(self.parameters(), times)
 
-    assert counted(tmp_path, Closures())["batch_flops"] == 3 * 4 * FLOPS_PER_SAMPLE
+    known = Known("1000ba")
+    trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=5).fit(Closures())
+    assert known.mean == pytest.approx(4 * FLOPS_PER_SAMPLE * sum(map(times, range(1, 81))) / 80)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
