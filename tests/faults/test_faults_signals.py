@@ -21,7 +21,7 @@ import pytest
 from helpers.faults import Ended, ForkServer, Planted, raises
 from helpers.small import Records, Small, trainer
 
-from lightning_perf import Diagnosis, Profiler, always_on
+from lightning_perf import Diagnosis, Flops, PerfWarning, Profiler, always_on
 from lightning_perf.extend import Names, Recorded, Recording
 from lightning_perf.tracking.summary import read_summary
 
@@ -184,6 +184,35 @@ def test_the_exit_codes_are_those_of_lightning_alone(
     """The codes that the tests expect are right without us."""
     for name in ("SIGINT", "SIGTERM"):
         sweep(fork_server, tmp_path / name, SIGNALS[name], MOMENTS // 2, False)
+
+
+class TimedOut(Small):
+    """Reaches its limit of time while one of our callbacks reads a property of it."""
+
+    @property
+    def flops_per_batch(self) -> float:
+        if self._trainer is not None and self.trainer.global_step == 3:
+            signal.raise_signal(signal.SIGALRM)
+        return 1e6
+
+
+@pytest.mark.parametrize("with_handler", [True, False])
+def test_what_a_handler_raises_in_our_code_ends_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_handler: bool
+) -> None:
+    """It is no failure of ours. An error of the property itself is, and does not end it."""
+    run = trainer(tmp_path, Flops(peak_flops=1e9))
+    if with_handler:
+        before = signal.signal(signal.SIGALRM, limit)
+        with pytest.raises(TimeoutError, match="the time is up"):
+            run.fit(TimedOut())
+        signal.signal(signal.SIGALRM, before)
+        assert run.global_step < 8
+    else:
+        monkeypatch.setattr(signal, "raise_signal", limit)
+        with pytest.warns(PerfWarning, match="flops_per_batch failed .*the time is up"):
+            run.fit(TimedOut())
+        assert run.global_step == 16
 
 
 class Collects(Small):
