@@ -28,14 +28,16 @@ def hurried() -> bool:
 def signals_held(numbers: Iterable[int] | None = None) -> Iterator[None]:
     """Hold back signals in the block, and deliver them after it.
 
-    By default these are SIGINT, SIGTERM, and all that have a handler in Python, which may raise.
+    By default these are SIGINT, SIGTERM, and all that have a handler of the user, which may raise.
     Otherwise Ctrl-C would raise between any two lines, and SIGTERM, which Lightning handles only
     while it trains, would end the process. Only the main thread receives signals.
     """
     handlers: dict[int, Any] = {}
     try:
         if numbers is None:
-            numbers = {*_SIGNALS, *handled_signals()}
+            # Ours do not raise, and may be set or removed in the block.
+            others = (n for n, handler in handled_signals().items() if not _is_ours(handler))
+            numbers = {*_SIGNALS, *others}
         for number in numbers if _in_main_thread() else ():
             if (handler := signal.getsignal(number)) is not None:  # made by Python
                 handlers[number] = handler
@@ -78,6 +80,11 @@ class Termination:
         """Stop; may be called more than once."""
         if _in_main_thread() and signal.getsignal(signal.SIGTERM) is self:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _is_ours(handler: Any) -> bool:
+    module = getattr(handler, "__module__", None)  # of its class, of an object
+    return str(module).startswith("lightning_perf.")
 
 
 def _in_main_thread() -> bool:
