@@ -7,7 +7,6 @@ import sys
 import tempfile
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property, partial
 from json import dumps
 from math import inf
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.diagnosis import Verdict
 from lightning_perf.diagnosis.report import headline
-from lightning_perf.errors import describe
+from lightning_perf.errors import closest, describe
 from lightning_perf.files import read_bytes, write_text
 from lightning_perf.terminal import new_console, say
 from lightning_perf.trials import advice
@@ -152,8 +151,8 @@ def _check_groups(only: Sequence[str]) -> None:
 
     known = {kind.group for kind in CHANGES}
     for name in only:
-        if name not in known and (meant := get_close_matches(name, known, n=1, cutoff=0.75)):
-            raise Failure(f"--only {name} is not a group of changes: do you mean {meant[0]}?")
+        if name not in known and (meant := closest(name, known, cutoff=0.75)):
+            raise Failure(f"--only {name} is not a group of changes: do you mean {meant}?")
 
 
 def _artifacts(keep: str, tracking_uri: str | None) -> Callable[[Path, str], None]:

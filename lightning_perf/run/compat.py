@@ -433,15 +433,20 @@ def loader_batch_size(loader: Any) -> int | None:
     return next((size for size in sizes if type(size) is int), None)
 
 
+def frames_of(thread: int) -> Iterator[FrameType]:
+    """The frames that a thread runs, the innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def nested_progress(thread: int) -> tuple[int, ...]:
     """How far a Trainer is that a thread runs within another one: the batches of each loop.
 
     Empty without such a Trainer: reading a frame's variables keeps them alive for a while.
     """
-    frame, frames = sys._current_frames().get(thread), list["FrameType"]()
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    frames = [*frames_of(thread)]
     outer = [at for at, each in enumerate(frames) if each.f_code.co_name == _RUN]
     found = list[int]()
     for each in frames[: outer[-2] if outer[1:] else 0]:

@@ -59,7 +59,7 @@ FREE_SECONDS, _SHARE = 2.0, 0.02
 #: CPU time of a forked count, and more per submodule: ten times what blocks of transformers take.
 _SECONDS, _SECONDS_PER_PART = 5.0, 0.05
 #: Batches of a stage in whose transfer FLOPs are looked for.
-_TRANSFERS = 2
+_WATCHED_TRANSFERS = 2
 _UNTRACKED = (
     "lightning_perf: the FLOPs of %s are not counted: MFU is a lower bound. Register them with "
     "lightning_perf.extend.flop_formula."
@@ -191,14 +191,14 @@ class FlopMeter:
             self._said_error = True
             _log.info(_RANDOM, 100 * error)
 
-    def after_transfer(self, counts: Counts | None) -> None:
-        """Name the FLOPs of a transfer, such as those of a frozen encoder; None for the last one.
+    def after_transfer(self, counts: Counts, is_last: bool) -> None:
+        """Name the FLOPs of a transfer, such as those of a frozen encoder; end after the last one.
 
         They are not those of the step, which are counted, but their time is that of the batch.
         """
-        if counts is None:
+        if is_last:
             self._transfers.restore()
-        elif counts.model_flops:
+        if counts.model_flops:
             self._name_not_counted([compat.own_transfer(self._trainer, self.module)])
 
     def _name_not_counted(self, names: Iterable[str]) -> None:
@@ -493,16 +493,14 @@ class _Transfer(MethodPatch):
 
     def __init__(self, original: Callable[..., Any], meter: FlopMeter) -> None:
         super().__init__(original)
-        self._meter, self._left = meter, _TRANSFERS
+        self._meter, self._left = meter, _WATCHED_TRANSFERS
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         meter, counter = self._meter, FlopCounter()
         self._left -= 1
         with counter:
             found = self.original(*args, **kwargs)
-        meter.after_transfer(counter.counts)
-        if self._left <= 0:
-            meter.after_transfer(None)
+        meter.after_transfer(counter.counts, is_last=self._left <= 0)
         return found
 
 

@@ -118,8 +118,10 @@ class Watchdog:
         def watch() -> None:
             began, limit = time.monotonic(), _LONGER * self._after
             while time.monotonic() < began + limit:
+                has_ended = ended.wait(min(1.0, limit))
+                running = (frame.f_code.co_name for frame in compat.frames_of(main))
                 # An exception may have ended it: nobody calls the last function then.
-                if ended.wait(min(1.0, limit)) or not _is_in(main, compat.TEARDOWN):
+                if has_ended or compat.TEARDOWN not in running:
                     return
             text = Stacks.own()
             frames = dict(threads_in(text)).get(main, [])
@@ -484,14 +486,6 @@ def _entry_of(
         "phase": found[0].category,
         "text": sentence(states, run.ranks.world_size),
     }
-
-
-def _is_in(thread: int, function: str) -> bool:
-    """Whether a thread runs a function of this name."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code.co_name != function:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _warn(hang: Mapping[str, Any], path: Path | None) -> None:
