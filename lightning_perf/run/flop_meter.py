@@ -18,13 +18,14 @@ from torch.optim.optimizer import (
 )
 
 from lightning_perf.errors import describe, handled_signals, let_through, warn
+from lightning_perf.flops.cache import MOST_COUNTED, FlopCache, of_kind
 from lightning_perf.flops.child import can_fork, in_child
 from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.external import COMPILED
 from lightning_perf.flops.peaks import BatchCost as BatchCost
 from lightning_perf.flops.peaks import PeakResolver
 from lightning_perf.flops.shadow import count_on_shadow, is_compiled
-from lightning_perf.flops.shapes import MOST_COUNTED, FlopCache, Signature, of_kind, signature
+from lightning_perf.flops.signature import Signature, signature
 from lightning_perf.patches import MethodPatch, PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.termination import signals_held

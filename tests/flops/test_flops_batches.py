@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_perf import Flops, PerfWarning, SpeedMonitor
 from lightning_perf.flops import FlopCounter
-from lightning_perf.flops.shapes import MOST_COUNTED
+from lightning_perf.flops.cache import MOST_COUNTED
 from lightning_perf.run import flop_meter
 
 FORWARD = 2 * (WIDTH * HIDDEN + HIDDEN)

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_perf.flops import FlopCounter
 from lightning_perf.flops.counter import Counts
-from lightning_perf.flops.shapes import fit, signature
+from lightning_perf.flops.prediction import fit
+from lightning_perf.flops.signature import signature
 
 SHAPES = [(1 + i % 5, 4 + 3 * i) for i in range(16)]
 

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from lightning_perf.flops.shapes import signature
+from lightning_perf.flops.signature import signature
 
 Pair = namedtuple("Pair", ["x", "y"])
 

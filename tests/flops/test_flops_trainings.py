@@ -39,10 +39,10 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from lightning_perf import Flops, PerfWarning, WindowCallback
 from lightning_perf.core.window import Window, utilization
+from lightning_perf.flops.cache import FlopCache
 from lightning_perf.flops.compat import current_mode
 from lightning_perf.flops.counter import Counts, FlopCounter
 from lightning_perf.flops.peaks import BatchCost
-from lightning_perf.flops.shapes import FlopCache
 from lightning_perf.run import flop_meter
 from lightning_perf.run.callback import PerfCallback
 

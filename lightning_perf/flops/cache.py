@@ -1,333 +1,29 @@
-"""FLOPs by the shapes of batches: counted for each signature, and predicted for new ones.
+"""FLOPs of batches by their signatures, and which batches are counted.
 
 Batches with equal signatures cost the same FLOPs, unless the model chooses its layers at random or
 trains another network with each batch: some batches are counted again, and if these differ, the
-mean of more of them is used, to which later ones are added if there is no cycle. For other shapes,
-the sizes that vary independently (samples, lengths, nodes, edges, pixels) are the variables of a
-polynomial, fitted by least squares. It is accepted only if it predicts all counts within 0.1 %,
-held-out ones too. Shapes that vary in a way that was not counted are not predicted.
+mean of more of them is used, to which later ones are added if there is no cycle.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import date, time, timedelta
-from decimal import Decimal
-from enum import Enum
-from itertools import product
-from math import isclose
-from numbers import Number
-from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
-from uuid import UUID
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Size, Tensor
-from torch._C import DisableTorchFunctionSubclass
 
-from lightning_perf.flops.batch import (
-    MOST_OBJECTS,
-    attributes,
-    container,
-    entries,
-    has_hidden_state,
-    shape_of,
-)
 from lightning_perf.flops.counter import Counts, mean
+from lightning_perf.flops.prediction import FlopModel, agree, fit, within
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from lightning_perf.flops.peaks import BatchCost
-
-Signature = tuple[Any, ...]
-
-#: Types without tensors, whose values do not affect the cost.
-_LEAVES = (
-    type(None), int, float, str, bytes, range, slice, type, ModuleType, Enum, date, time, timedelta,
-    Decimal, PurePath, UUID, np.generic, torch.dtype, torch.device, torch.layout, weakref.ref,
-    Number, FunctionType, BuiltinFunctionType, MethodType,
-)  # fmt: skip
-#: Keys that count by their values, because their types do not define equality in Python.
-_KEYS = (type(None), bool, int, float, str, bytes)
-#: Packages whose arrays, such as an index of pandas, run no code of the user.
-_ARRAYS = ("pandas", "jaxlib", "cupy")
-#: Methods by which a class gives something else than its attributes.
-_ACCESS = ("__getitem__", "__getattr__")
-
-
-def signature(value: object) -> Signature:
-    """Return a hashable description of the shapes and dtypes of all tensors in a value.
-
-    Walks lists, tuples, dicts, arrays and attributes of objects, without running the user's code.
-    Numbers, strings and similar values count by type only: batches that differ in a number have the
-    same signature. Objects that cannot be inspected (iterators, objects without attributes) make
-    the signature unique.
-    """
-    if (plain := _plain_signature(value)) is not None:
-        return plain
-    description: list[Any] = []
-    _describe(value, description, set())
-    return tuple(description)
-
-
-def _plain_signature(value: Any) -> Signature | None:
-    """The signature of a tensor, or of a list, tuple or dict of tensors; None for other values.
-
-    In one function, since it is called at every batch.
-    """
-    kind = type(value)
-    description: list[Any] = [kind]
-    if kind is tuple or kind is list:
-        description.append(len(value))
-    elif kind is dict:
-        description += map(_describable, value)
-        value = value.values()
-    elif kind is Tensor:
-        description, value = [], (value,)
-    else:
-        return None
-    for item in value:
-        if type(item) is not Tensor or item.is_nested:
-            return None
-        description += (item.dtype, item.shape)
-    return tuple(description)
-
-
-def _describe(value: Any, description: list[Any], seen: set[int]) -> None:
-    kind: Any = type(value)
-    description.append(kind)
-    if issubclass(kind, Tensor):
-        description += _dtype_and_size(value)
-    elif container(kind) is not None:
-        items = entries(value)
-        description.append(len(items))
-        for key, item in items.items():
-            description.append(_describable(key))
-            _describe(item, description, seen)
-        if kind not in (list, tuple, dict):
-            for name, attribute in attributes(value).items():
-                if issubclass(type(attribute), Tensor):
-                    description.append(name)
-                    _describe(attribute, description, seen)
-    elif issubclass(kind, np.ndarray) or _is_array(value, kind):
-        _describe_array(value, description, seen)
-    elif not issubclass(kind, _LEAVES):
-        _describe_object(value, description, seen)
-
-
-def _describable(key: Any) -> object:
-    """Return a key, or its type if comparing keys may run the user's code."""
-    parts = key if type(key) is tuple else (key,)
-    return key if all(type(part) in _KEYS for part in parts) else type(key)
-
-
-def _dtype_and_size(value: Any) -> tuple[Any, ...]:
-    kind: Any = Tensor
-    with DisableTorchFunctionSubclass():
-        # A nested tensor has no shape; its cost depends on the number of elements.
-        nested = kind.is_nested.__get__(value)
-        return kind.dtype.__get__(value), Size([kind.numel(value)]) if nested else shape_of(value)
-
-
-def _is_array(value: Any, kind: type) -> bool:
-    """Whether an object converts to one NumPy array, as an index of pandas does."""
-    return (
-        str(kind.__module__).startswith(_ARRAYS)
-        and hasattr(kind, "__array__")
-        and isinstance(getattr(value, "shape", None), tuple)
-        and getattr(value, "dtype", None) is not None
-    )
-
-
-def _describe_array(value: Any, description: list[Any], seen: set[int]) -> None:
-    array: Any = value
-    if issubclass(type(value), np.ndarray):
-        array = np.ndarray.view(value, np.ndarray)
-    description += (array.dtype, Size(array.shape))
-    if not getattr(array.dtype, "hasobject", False):
-        return
-    # Strings in most cases, but any of them may be a tensor.
-    if array.dtype != object or array.size > MOST_OBJECTS or id(value) in seen:
-        description.append(object())
-        return
-    seen.add(id(value))
-    for item in np.asarray(array).flat:
-        _describe(item, description, seen)
-
-
-def _describe_object(value: Any, description: list[Any], seen: set[int]) -> None:
-    """Describe an object by its attributes, in ``__dict__`` and slots."""
-    if id(value) in seen:  # already described, or a cycle
-        return
-    seen.add(id(value))
-    kind: Any = type(value)
-    before = len(description)
-    if issubclass(kind, Iterator) or has_hidden_state(kind) or len(seen) > MOST_OBJECTS:
-        description.append(object())
-        return
-    parts = attributes(value)
-    description += parts
-    for part in parts.values():
-        _describe(part, description, seen)
-    known = any(type(each) is Size for each in description[before:])
-    if not known and any(hasattr(kind, name) for name in _ACCESS):
-        description.append(object())
-
-
-# The exponents of the variables.
-Monomial = tuple[int, ...]
-Values = NDArray[np.float64]
-
-#: Each fourth count is held out.
-_HELD_OUT = 4
-#: The largest relative error of a prediction.
-_TOLERANCE = 1e-3
-# Counts required beyond the number of coefficients.
-_SURPLUS = 2
-_MOST_VARIABLES = 4
-#: Relative size below which a combination of monomials did not vary, and the largest part of a
-#: batch's monomials that did not.
-_RANK, _ALIKE = 1e-9, 1e-6
-_KINDS = ("model", "hardware", "hidden")
-
-
-@dataclass(frozen=True, slots=True)
-class FlopModel:
-    """Predicts FLOPs from sizes. Created by `fit`."""
-
-    _template: Signature
-    #: The sizes of a counted batch.
-    _origin: Sequence[int]
-    #: By size, the first one that always differed from it by the same number.
-    _like: Sequence[int]
-    #: What the polynomials are for: ``model`` or ``hardware``, and the dtype.
-    _buckets: Sequence[tuple[str, str]]
-    _tracked_operations: int
-    _basis: Sequence[Monomial]
-    #: The largest counted value of each monomial, by which they are divided.
-    _scale: Values
-    #: By monomial: of the FLOPs of each bucket, then of all monomials, which are reproduced only
-    #: for a combination of the counted batches.
-    _coefficients: Values
-
-    def predict(self, signature: Signature) -> Counts | None:
-        """Return the FLOPs of a batch, with the operation count of a counted one.
-
-        None if the shapes differ from the counted ones in other dimensions than the fitted ones.
-        """
-        if _template(signature) != self._template:
-            return None
-        sizes = _sizes(signature)
-        moved = [size - first for size, first in zip(sizes, self._origin, strict=True)]
-        if any(moved[i] != moved[like] for i, like in enumerate(self._like)):
-            return None
-        monomials = _monomials([_variables(sizes, self._like)], self._basis)[0] / self._scale
-        flops, alike = np.split(monomials @ self._coefficients, [len(self._buckets)])
-        flops = flops.round()
-        if any(flops < 0) or not np.allclose(alike, monomials, 0, _ALIKE * monomials.max()):
-            return None
-        kinds: dict[str, dict[str, int]] = {kind: {} for kind in _KINDS}
-        for (kind, dtype), value in zip(self._buckets, flops, strict=True):
-            kinds[kind][dtype] = int(value)
-        return Counts(**kinds, tracked_operations=self._tracked_operations)
-
-
-def fit(known: Mapping[Signature, Counts]) -> FlopModel | None:
-    """Fit a polynomial in the sizes to counted FLOPs; None if no polynomial fits.
-
-    Signatures must differ in sizes only. Every fourth count is held out of the least squares. All
-    counts must be predicted within 0.1 %.
-    """
-    template = Counter(map(_template, known)).most_common(1)[0][0]
-    chosen = {one: counts for one, counts in known.items() if _template(one) == template}
-    if any(counts.untracked_names for counts in chosen.values()):
-        return None
-    sizes = [_sizes(one) for one in chosen]
-    moves = [tuple(size - column[0] for size in column) for column in zip(*sizes, strict=True)]
-    like = [moves.index(move) for move in moves]
-    buckets = sorted({
-        (kind, dtype) for one in chosen.values() for kind in _KINDS for dtype in getattr(one, kind)
-    })  # fmt: skip
-    variables = [_variables(one, like) for one in sizes]
-    counted = [
-        [float(getattr(counts, kind).get(dtype, 0)) for kind, dtype in buckets]
-        for counts in chosen.values()
-    ]
-    fitted = np.arange(1, len(chosen) + 1) % _HELD_OUT != 0
-    operations = next(iter(chosen.values())).tracked_operations
-    for basis in _bases(len(variables[0])):
-        monomials = _monomials(variables, basis)
-        scale = np.maximum(monomials.max(axis=0), 1.0)
-        monomials = monomials / scale
-        targets = np.hstack([counted, monomials])
-        coefficients, _, rank, _ = np.linalg.lstsq(monomials[fitted], targets[fitted], _RANK)
-        if rank + _SURPLUS > fitted.sum():
-            continue
-        model = FlopModel(template, sizes[0], like, buckets, operations, basis, scale, coefficients)
-        predictions = ((model.predict(one), counts) for one, counts in chosen.items())
-        if all(guess is not None and _agree(guess, counts) for guess, counts in predictions):
-            return model
-    return None
-
-
-def _agree(one: Counts, other: Counts) -> bool:
-    """Whether two counts differ by the tolerance at most, in each dtype."""
-    return all(
-        isclose(mine.get(dtype, 0), others.get(dtype, 0), rel_tol=_TOLERANCE)
-        for mine, others in zip(one.flops, other.flops, strict=True)
-        for dtype in {*mine, *others}
-    )
-
-
-def _template(signature: Signature) -> Signature:
-    """A signature without its sizes."""
-    return tuple((Size, len(part)) if isinstance(part, Size) else part for part in signature)
-
-
-def _sizes(signature: Signature) -> list[int]:
-    """Return all sizes of a signature after a 0, which stands for those that never vary."""
-    return [0, *(size for part in signature if isinstance(part, Size) for size in part)]
-
-
-def _variables(sizes: Sequence[int], like: Sequence[int]) -> list[int]:
-    """Return the sizes that vary independently."""
-    return [sizes[i] for i in sorted({*like} - {0})]
-
-
-def _bases(variables: int) -> list[list[Monomial]]:
-    """Return the sets of monomials to try."""
-    if not 0 < variables <= _MOST_VARIABLES:
-        return []
-    powers = list(product((0, 1, 2), repeat=variables))
-    if variables <= 2:
-        return [powers]
-    # A cost per element, as of the nodes and edges of graphs.
-    bases = [[one for one in powers if sum(one) <= 1]]
-    # A cost per sample, as of images, and of encoders and decoders with different lengths.
-    bases += [[one for one in powers if one[i] == 1] for i in range(variables)]
-    # Attention between all nodes of a graph.
-    return [*bases, [one for one in powers if sum(one) <= 2]]
-
-
-def _monomials(variables: Sequence[Sequence[int]], basis: Sequence[Monomial]) -> Values:
-    """Return the value of each monomial of the basis, by point."""
-    powers = np.array(variables, float)[:, None] ** np.array(basis)
-    values: Values = powers.prod(axis=2)
-    return values
-
+    from lightning_perf.flops.signature import Signature
 
 #: Shapes that are counted before others are predicted, and at most.
 _MIN_COUNTED, MOST_COUNTED = 16, 64
-#: Sizes up to this share beyond the counted ones are predicted. Farther ones are counted, because
-#: models may treat them differently: they truncate them, or attend to a part only.
-_BEYOND = 0.125
 #: Predictions of which one is verified by counting.
 _VERIFIED = 200
 #: Costs that are cached at most.
@@ -514,7 +210,7 @@ class FlopCache:
     def _verify(self, predicted: Counts | None, counts: Counts) -> None:
         """Forget the predictions if one is wrong."""
         self._unverified = 0
-        if predicted is not None and not _agree(predicted, counts):
+        if predicted is not None and not agree(predicted, counts):
             self.predictor = None
             self.costs = {one: self.costs[one] for one in self.costs.keys() & self._samples}
 
@@ -616,7 +312,7 @@ class FlopCache:
             self.predictor = fit(self.counts)
         self._unverified += 1
         verifies = self._unverified > _VERIFIED and not self.full
-        if self.predictor is None or verifies or not _within(signature, self.counts):
+        if self.predictor is None or verifies or not within(signature, self.counts):
             return None
         return self.predictor.predict(signature)
 
@@ -676,13 +372,3 @@ def _moved(costs: Sequence[int], checks: int) -> bool:
         if moved > max(_MOVED * before.mean(), _ERRORS * error):
             return True
     return False
-
-
-def _within(signature: Signature, known: Iterable[Signature]) -> bool:
-    """Whether all sizes are near those of known signatures, which differ in sizes only."""
-    template = _template(signature)
-    counted = zip(*(_sizes(one) for one in known if _template(one) == template), strict=True)
-    return all(
-        min(column) * (1 - _BEYOND) <= size <= max(column) * (1 + _BEYOND)
-        for size, column in zip(_sizes(signature), counted, strict=False)
-    )
