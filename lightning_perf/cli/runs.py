@@ -29,6 +29,7 @@ from lightning_perf.tracking.summary import (
     panel,
     progress,
     read_summary,
+    standing_hang,
     summaries_in,
     text_of,
 )
@@ -344,9 +345,8 @@ def _now() -> float:
 
 def _line(seen: Seen) -> str:
     now = time.strftime("%H:%M:%S", time.localtime(seen.updated))
-    hang = (seen.summary.get("hangs") or [{}])[-1] if seen.is_running else {}
-    hangs = hang and "ended" not in hang
-    state = f"hangs: {hang['text']}" if hangs else progress(seen.summary)
+    hang = standing_hang(seen.summary) if seen.is_running else None
+    state = f"hangs: {hang['text']}" if hang else progress(seen.summary)
     return f"{now} {seen.summary['run']} {seen.summary['status']}: {state}"
 
 

@@ -25,7 +25,7 @@ from lightning_perf.tracking.runs import (
     setup_of,
     summaries_below,
 )
-from lightning_perf.tracking.summary import ATTEMPTS, RATES, RUNNING, main_stage
+from lightning_perf.tracking.summary import ATTEMPTS, RATES, RUNNING, main_stage, standing_hang
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -163,9 +163,8 @@ def _is_gone(summary: Summary, seen: float) -> bool:
 def _hang(summary: Summary) -> str:
     """Since when a run hangs; empty if it does not."""
     with suppress(*DAMAGE):
-        *_, last = summary["hangs"]
-        if summary["status"] == RUNNING and "ended" not in last:
-            return _short(f"hanging since {last['began']}")
+        if hang := standing_hang(summary):
+            return _short(f"hanging since {hang['began']}")
     return ""
 
 

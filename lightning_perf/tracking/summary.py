@@ -209,6 +209,12 @@ def main_stage(summary: Summary) -> tuple[str, dict[str, Any]]:
     return name, stages.get(name, {})
 
 
+def standing_hang(summary: Summary) -> Mapping[str, Any] | None:
+    """Return the hang of a run that stands still, as `summary.json` has it."""
+    hangs = summary.get("hangs") or [{"ended": ""}]
+    return None if summary["status"] != RUNNING or "ended" in hangs[-1] else hangs[-1]
+
+
 def rows(summary: Summary) -> tuple[list[tuple[str, str]], list[_Row]]:
     """The rows of the views: one value per name, and one value per name and window."""
     stage, found = main_stage(summary)
