@@ -146,7 +146,7 @@ def test_the_next_window_is_recorded_after_a_full_disk(
     assert DONE | files(profiler, 14) <= kept <= DONE | files(profiler, 12, 14)
 
 
-# Not Memray: its capture may end before its first record, as docs/traces.md says.
+# Not Memray: its capture may end before its first record.
 @pytest.mark.parametrize("profiler", ["PyTorch", "VizTracer"])
 def test_a_quota_loses_only_truncated_windows(
     train: Callable[..., list[str]], tmp_path: Path, profiler: str
