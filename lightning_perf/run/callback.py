@@ -54,9 +54,9 @@ class PerfCallback(Callback):
     show_summary = False
     #: Codes and severities of the verdicts that it may reach.
     reaches: Collection[str] = ()
+    _context: RunContext | None = None
 
     def __init__(self) -> None:
-        self._context: RunContext | None = None
         self._progress: Progress | None = None
         # Progress that was loaded before the set-up of a run.
         self._loaded: dict[str, Any] | None = None
@@ -150,6 +150,9 @@ class PerfCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Join the trainer's run."""
+        if "disabled" not in vars(self):
+            problem = "has an __init__ that must call super().__init__() first"
+            raise ConfigError("class", type(self).__name__, problem, None)
         try:
             run = self._find_run(trainer, pl_module)
         except Exception as error:

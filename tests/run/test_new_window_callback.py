@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.small import Records, Small, trainer
 
-from lightning_perf import ConfigError, PerfWarning, Window, WindowCallback
+from lightning_perf import ConfigError, Diagnosis, PerfWarning, Window, WindowCallback
 from lightning_perf.extend import Run
 
 
@@ -33,6 +33,19 @@ def test_a_missing_on_window_is_reported(tmp_path: Path) -> None:
     """The callback is switched off, and training continues."""
     with pytest.warns(PerfWarning, match=r"on_window failed .*write on_window\(self, window\)"):
         trainer(tmp_path, Silent(), logger=Records()).fit(Small())
+
+
+class Unprepared(Diagnosis):
+    """Forgets what its base class needs."""
+
+    def __init__(self) -> None:
+        self.own = 1
+
+
+def test_an_init_without_that_of_its_base_class_is_refused(tmp_path: Path) -> None:
+    """The error is raised before training, says what to add, and is not hidden by another one."""
+    with pytest.raises(ConfigError, match=r"Unprepared.*super\(\).__init__\(\)"):
+        trainer(tmp_path, Unprepared(), logger=Records()).fit(Small())
 
 
 class Returning(WindowCallback):
