@@ -214,13 +214,6 @@ def test_a_source_on_record_has_a_peak_of_its_entry():
         )
 
 
-def test_the_docs_list_the_unverified_entries():
-    """As the command does."""
-    text = (Path(__file__).parents[2] / "docs" / "mfu.md").read_text()
-    names = ", ".join(peaks.name for peaks in table() if not peaks.url)
-    assert f"Unverified: {names}." in " ".join(text.split())
-
-
 def test_an_entry_without_a_source_on_record_is_unverified(gpu):
     """Whoever reads the source of the peak sees it."""
     gpu("NVIDIA H20")
