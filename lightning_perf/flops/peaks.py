@@ -75,7 +75,8 @@ class DevicePeaks:
     #: Multiprocessors, and the clock at which the peaks of the matrix units hold, in MHz.
     sm: int | None = None
     boost_mhz: float | None = None
-    #: The address of a vendor's page, its line with a peak (``[]``: added), and when it was read.
+    #: The address of a vendor's page, its line with a peak (``[]``: added), and when it was read,
+    #: in a public copy or a transcript.
     url: str = ""
     quote: str = ""
     checked: str = ""
