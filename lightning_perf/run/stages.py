@@ -252,7 +252,7 @@ class StageStack:
             self._validated_at = self.counters.batch
             self._validated_before = self.progress.validation_seconds
         counters.enter(now)
-        self._settled, self.ended = now, False
+        self._settled = now
         self._stages.append(_Stage(name, limits, counters))
         self._select()
         self._moment = None
@@ -261,7 +261,7 @@ class StageStack:
 
     def _select(self) -> None:
         """Another stage is current."""
-        self.stage, self.nested = "", len(self._stages) > 1
+        self.stage, self.nested, self.ended = "", len(self._stages) > 1, False
         if self._stages:
             self.stage, _, self.counters = self._stages[-1]
 

@@ -560,6 +560,21 @@ def test_a_hang_is_passed_on_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     caplog.clear()  # the warning
 
 
+def test_a_validation_leaves_the_limit_of_the_batches_after_it(tmp_path: Path) -> None:
+    """Only after the last hook of the stage itself, where checkpoints are written, it is longer."""
+    ended: list[bool] = []
+
+    class Looks(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            run = current_run(trainer)
+            assert run is not None
+            ended.append(run.stages.ended)
+
+    options = {"val_check_interval": 2, "limit_train_batches": 6, "limit_val_batches": 1}
+    trainer(tmp_path, Hang(), Looks(), logger=Records(), **options).fit(Small())
+    assert ended == [False] * 6
+
+
 @pytest.mark.slow
 def test_pauses_of_half_the_limit_are_no_hang(tmp_path: Path) -> None:
     """Eight trainings with slow steps, samples, validations and checkpoints: no alarm."""
