@@ -71,6 +71,8 @@ class Loader:
     sampler: str = ""
     #: Whether it does all of the loading: there is no other one, and its iterator is torch's.
     alone: bool = True
+    #: Whether the dataset or what collates its items refers to the LightningModule.
+    uses_module: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _ADVICE = "define get_num_samples_in_batch on the LightningModule or the DataModule."
-# Skipped at once, because a batch may contain a list of a thousand strings.
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+#: Skipped at once, because a batch may contain a list of a thousand strings.
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 #: Attributes with the number of samples: of torch_geometric's batches (graphs, or the nodes around
 #: which a graph was sampled) and of chemprop's, whose tensors have a row per node or atom.
@@ -126,7 +126,7 @@ def tensors(
         seen.add(id(value))
         parts = attributes(value)
     for name, part in parts.items():
-        if type(part) not in _PLAIN:
+        if type(part) not in PLAIN:
             yield from tensors(part, name, seen)
 
 
@@ -251,7 +251,7 @@ def _size(value: Any) -> int | None:
 
 def _sizes(value: Any) -> Iterator[int]:
     """Yield the number of samples of each part that has one, at any depth."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return
     size = _size(value)
     if size is not None:
@@ -264,7 +264,7 @@ def _sizes(value: Any) -> Iterator[int]:
 
 def _num_ids(value: Any) -> int:
     """Return the number of token ids at any depth."""
-    if type(value) in _PLAIN or type(value) is Tensor:
+    if type(value) in PLAIN or type(value) is Tensor:
         return 0
     ids: Any = _named(value).get("input_ids")
     if not (shape := shape_of(ids)):

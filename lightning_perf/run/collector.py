@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import UserDict, deque
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from math import nan
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +21,14 @@ from lightning_perf.core.progress import Moment
 from lightning_perf.diagnosis.rules import without_none
 from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Setup, Signals, Step
 from lightning_perf.flops import is_compiled
-from lightning_perf.flops.batch import attributes
+from lightning_perf.flops.batch import MOST_OBJECTS, PLAIN, attributes, container, shape_of
 from lightning_perf.run import compat
 from lightning_perf.timing.clock import run_queue
 from lightning_perf.timing.totals import Action, Cost, Totals
 from lightning_perf.tracking.page import SENSORS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis import Findings
@@ -234,17 +236,19 @@ def _setup(context: Run) -> Setup:
         batches_per_epoch=context.limits.batches_per_epoch,
         automatic_optimization=context.module.automatic_optimization,
         reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
-        loader=_loader(compat.training_loaders(trainer)),
+        loader=_loader(compat.training_loaders(trainer), context),
         ours=frozenset({"lightning_perf", *(type(each).__name__ for each in context.members)}),
     )
 
 
+#: Items of a container that are inspected: those of a dataset are alike.
+_MOST_ITEMS = 16
 #: The beginning of the names of modules whose iterators only wait for what workers load.
 _LOADING = ("torch.utils.data.", "torchdata.")
 
 
-def _loader(loaders: Sequence[Any]) -> Loader | None:
-    """The settings of the first one."""
+def _loader(loaders: Sequence[Any], context: Run | None = None) -> Loader | None:
+    """The settings of the first one; with a run, whether it uses its module."""
     loader = next(iter(loaders), None)
     own = attributes(loader)
     pipeline = own.get("pipeline")
@@ -263,4 +267,45 @@ def _loader(loaders: Sequence[Any]) -> Loader | None:
         iterable=issubclass(type(own.get("dataset")), IterableDataset),
         sampler=compat.sampler_name(own.get("batch_sampler")),
         alone=len(loaders) == 1 and not own_code,
+        uses_module=context is not None and _uses_module(own, context),
     )
+
+
+def _uses_module(own: Mapping[str, Any], context: Run) -> bool:
+    """Whether what workers copy of a DataLoader leads to the module, or a part with parameters.
+
+    By attributes, items and the variables of functions: no code of the user runs.
+    """
+    module, trainer = context.module, context.trainer
+    parts = {id(each) for each in module.modules() if next(each.parameters(), None) is not None}
+    wanted = {id(module), *parts}
+    # Each DataModule leads to the module by its Trainer.
+    seen = {id(trainer), id(getattr(trainer, "datamodule", None))}
+    waiting = deque([own.get("dataset"), own.get("collate_fn")])
+    while waiting and len(seen) < MOST_OBJECTS:
+        value = waiting.popleft()
+        if id(value) in wanted:
+            return True
+        if type(value) not in PLAIN and id(value) not in seen:
+            seen.add(id(value))
+            waiting += _referents(value)
+    return False
+
+
+def _referents(value: Any) -> Iterable[Any]:
+    kind: Any = type(value)
+    if kind is MethodType:
+        return value.__self__, value.__func__
+    if kind is partial:
+        return value.func, *value.args, *value.keywords.values()
+    if kind is FunctionType:
+        cells = [cell for cell in value.__closure__ or () if cell != CellType()]  # not empty
+        return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ())]
+    if shape_of(value) is not None:
+        return ()
+    base: Any = container(kind)
+    if base not in (None, UserDict):
+        return islice(dict.values(value) if base is dict else base.__iter__(value), _MOST_ITEMS)
+    functions = [each for one in kind.__mro__ for each in vars(one).values()]
+    nested = [each for each in functions if type(each) is FunctionType and each.__closure__]
+    return [*attributes(value).values(), *nested]

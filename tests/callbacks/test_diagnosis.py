@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.autograd import Variable
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from lightning_perf import (
     ConfigError,
@@ -422,6 +422,88 @@ def test_no_workers_are_promised_for_what_they_may_not_load(tmp_path: Path, load
     verdict = blamed(diagnose(tmp_path, Fed()))["input-bound"]
     assert "How much of it more workers hide is not known" in verdict.advice
     assert "advised_step_seconds" not in verdict.evidence
+
+
+class Rollouts(Shards):
+    """Items of a generator."""
+
+    def __init__(self, generate: Any) -> None:
+        self.generate = generate
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.generate())
+
+
+class Agent(Model):
+    """Plays with its own policy, as the dataset or the ``collate_fn`` of a DataLoader."""
+
+    kind, workers = "method", 0
+
+    def play(self) -> Iterator[Any]:
+        yield from Shards()
+
+    def collate(self, items: Any) -> Any:
+        return items
+
+    def train_dataloader(self) -> Any:
+        def play() -> Iterator[Any]:
+            return self.play()
+
+        class Played(Shards):
+            def __iter__(self) -> Iterator[Any]:
+                return play()
+
+        dataset = {
+            "method": Rollouts(self.play),
+            "closure": Rollouts(play),
+            "class": Played(),
+            "partial": Rollouts(partial(Agent.play, self)),
+        }.get(self.kind, Shards())
+        if self.kind == "part":
+            dataset.policy = {"actor": self.net[0]}  # type: ignore[attr-defined]
+        collate = {"collate": self.collate}.get(self.kind)
+        return DataLoader(dataset, None, collate_fn=collate, num_workers=self.workers)
+
+
+@pytest.mark.parametrize("kind", ["method", "closure", "class", "partial", "part", "collate"])
+def test_no_workers_are_advised_for_a_dataset_that_uses_the_module(
+    tmp_path: Path, kind: str
+) -> None:
+    """Their copy of it would play with the first weights in each step of training."""
+    agent = Agent()
+    agent.kind = kind
+    verdict = blamed(diagnose(tmp_path, agent))["input-bound"]
+    assert "refers to the LightningModule, of which a worker has a copy" in verdict.advice
+    assert "num_workers=" not in verdict.advice
+    assert "advised_step_seconds" not in verdict.evidence
+
+
+class Feeds(L.LightningDataModule):
+    """Reaches the module by its Trainer, and has what the module has, too."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.dataset = Data(NAP)
+        self.dataset.transform = module.transform = torch.nn.ReLU()  # type: ignore[attr-defined]
+        module.dataset = self.dataset
+
+    def collate(self, items: Any) -> Any:
+        return default_collate(items)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.dataset, collate_fn=self.collate)
+
+
+def test_workers_are_advised_for_the_dataset_of_a_datamodule(tmp_path: Path) -> None:
+    """It does not use the module, although its DataModule has a Trainer."""
+
+    class Fed(Model):
+        validation_step = L.LightningModule.validation_step
+
+    diagnosis, module = Diagnosis(terminal=False), Fed()
+    options = {"max_epochs": 2, "callbacks": [diagnosis]}
+    trainer(tmp_path, **options).fit(module, datamodule=Feeds(module))
+    assert "num_workers=" in blamed(diagnosis)["input-bound"].advice
 
 
 def test_a_callback_is_named_with_its_hook_and_a_logger_with_its_method(tmp_path: Path) -> None:

@@ -583,10 +583,11 @@ def test_starts_of_epochs_of_unknown_length_are_no_stalls() -> None:
         ),
         ({"loader": Loader(2), "reloads": True}, "reload_dataloaders_every_n_epochs"),
         ({"loader": Loader(0)}, "Use longer epochs."),
+        ({"loader": Loader(2, uses_module=True)}, "Use longer epochs."),
     ],
 )
 def test_advice_on_starts_of_epochs_knows_the_loader(options: Any, advice: str) -> None:
-    """Workers of a loader that each epoch replaces cannot persist."""
+    """Workers of a loader that each epoch replaces cannot persist, nor may copies of the module."""
     signals = replace(PLANTED["epoch-restart"][0], setup=Setup(**options))
     (found,) = [each for each in diagnose(signals).verdicts if each.code == "epoch-restart"]
     assert advice in found.advice

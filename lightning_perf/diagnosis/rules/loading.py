@@ -29,6 +29,11 @@ _DRAWN = (
     "The sampler runs in the main process, where DataLoader workers do not hide it: make it "
     "faster, or let it iterate over indices that were prepared before."
 )
+_COPIED = (
+    "No workers are advised: the dataset or its collate_fn refers to the LightningModule, of which "
+    "a worker has a copy that training does not update. Make the loading itself faster, such as by "
+    "larger batches for the module, or pass only what training does not change."
+)
 _SHARDS = (
     " The dataset is iterable: it must divide its items among the workers, and one without a shard "
     "of its own loads nothing."
@@ -176,7 +181,8 @@ class _Loading:
     @cached_property
     def saves(self) -> float | None:
         """The part of the wait that the best number saves; None if it is not worthwhile."""
-        if self.best <= self._loader.num_workers or not self._is_worthwhile(self.advised):
+        workers, copied = self._loader.num_workers, self._loader.uses_module
+        if copied or self.best <= workers or not self._is_worthwhile(self.advised):
             return None
         return (self.step - self.advised) / self._wait
 
@@ -194,6 +200,8 @@ class _Loading:
 
     def advice(self) -> str:
         """The settings to change, with what was measured."""
+        if self._loader.uses_module:
+            return f"{_COPIED} {self._measured()}"
         return self._no_more() if self.saves is None else self._more()
 
     def _measured(self) -> str:
@@ -304,7 +312,7 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
     elif signals.setup.reloads:
         often = "reload it less often (reload_dataloaders_every_n_epochs)"
         advice += f" for a new DataLoader: {often}."
-    elif loader is not None and workers and not loader.persistent_workers:
+    elif loader and workers and not (loader.persistent_workers or loader.uses_module):
         first = f" or the first indices of {SAMPLER}{loader.sampler}" if loader.sampler else ""
         keep = "set persistent_workers=True in the DataLoader"
         keep += ", or make the sampler start faster" if first else ""
