@@ -33,8 +33,10 @@ COMPUTE = ("forward", "backward", "optimizer_step")
 IN_BATCHES = tuple(name for name in CATEGORIES if name != "validation")
 #: Windows, as calls, in which one of our own profilers recorded.
 RECORDING = Action("recorder", "", "recording")
+#: The squares of the seconds of collections, as seconds.
+SQUARES = Action("gc squares", "", "squares")
 #: Stages of costs that are part of others.
-_APART = (GC, COMPILE, QUEUE, RECORDING.stage)
+_APART = (GC, COMPILE, QUEUE, RECORDING.stage, SQUARES.stage)
 #: Names of the fetches of batches, and of further costs of an epoch.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
 #: The beginning of the names of drawing indices, in the main process, within usual fetches.

@@ -19,7 +19,15 @@ from torch.utils.data import IterableDataset
 from lightning_perf.cgroup import usable_cpus
 from lightning_perf.core.progress import Moment
 from lightning_perf.diagnosis.rules import without_none
-from lightning_perf.diagnosis.signals import COMPILE, RECORDING, Loader, Setup, Signals, Step
+from lightning_perf.diagnosis.signals import (
+    COMPILE,
+    RECORDING,
+    SQUARES,
+    Loader,
+    Setup,
+    Signals,
+    Step,
+)
 from lightning_perf.flops import is_compiled
 from lightning_perf.flops.batch import MOST_OBJECTS, PLAIN, attributes, container, shape_of
 from lightning_perf.run import compat
@@ -156,7 +164,9 @@ class Collector:
             if cost.calls
         }
         recordings = {RECORDING: Cost(0.0, self._recordings)}
-        return {**compilations, **run_queue(), **recordings, **self._clock.collections}
+        collections = self._clock.collections
+        squares = {SQUARES: Cost(self._clock.squares, 0)}
+        return {**compilations, **run_queue(), **recordings, **collections, **squares}
 
     def add_compilations(self, category: str) -> None:
         """Add the compilations since the last call."""

@@ -161,6 +161,8 @@ class Clock:
         self._adding, self._busy = RLock(), False
         self._gc = GcTimer()
         self._collections: dict[Action, Cost] = {}
+        #: The sum of the squares of the seconds of collections, up to the last reading.
+        self.squares = 0.0
         #: The current stage.
         self.stage = ""
         self._timers: dict[Action, Timer] = {}
@@ -292,6 +294,7 @@ class Clock:
             key = Action("gc", action.category_in("train"), action.name)
             earlier, calls = self._collections.get(key, (0.0, 0))
             self._collections[key] = Cost(earlier + seconds, calls + 1)
+            self.squares += seconds**2
         self._process(events[3 * done :])
 
     def _process(self, events: list[Any]) -> None:

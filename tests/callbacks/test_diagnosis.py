@@ -6,9 +6,10 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
@@ -235,6 +236,40 @@ def test_stalls_of_counted_batches_are_stalls(
     (found,) = blamed(diagnose(tmp_path, StallsOfNewShapes(), Flops(peak_flops=1e9))).values()
     assert found.code == "periodic-stall"
     assert found.evidence["stalls"] == 8
+
+
+class Heap(Garbage):
+    """Collections of other lengths, by the batches in which they occur."""
+
+    naps: Mapping[int, float] = MappingProxyType({})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.nap = self.naps.get(self.global_step)
+        if self.nap is not None:
+            return super().training_step(batch, batch_idx)
+        return Model.training_step(self, batch, batch_idx)
+
+    def collected(self, phase: str, info: Any) -> None:
+        if self.collecting and phase == "start":
+            CLOCK.sleep(self.nap)
+
+
+@pytest.mark.parametrize("short", [{}, {3: 0.005}, dict.fromkeys(range(40, 60), 0.001)])
+def test_one_long_collection_is_no_verdict(tmp_path: Path, short: dict[int, float]) -> None:
+    """It may not come again, however many short ones there are."""
+    model = Heap()
+    model.naps = {**short, 30: 0.4}
+    assert not blamed(diagnose(tmp_path, model))
+
+
+def test_long_collections_are_not_averaged_with_short_ones(tmp_path: Path) -> None:
+    """The advice has the length of those that take the time."""
+    model = Heap()
+    model.naps = dict.fromkeys(range(80), 0.001) | dict.fromkeys(range(5, 80, 20), 0.2)
+    (found,) = blamed(diagnose(tmp_path, model)).values()
+    assert found.code == "gc-pauses"
+    assert found.evidence["collections"] == pytest.approx(4, abs=1)
+    assert found.evidence["seconds_per_collection"] == pytest.approx(0.2, rel=0.2)
 
 
 class Optimizer(torch.optim.SGD):

@@ -14,6 +14,7 @@ from lightning_perf.diagnosis.signals import (
     GC,
     IN_BATCHES,
     RUNNING,
+    SQUARES,
     Series,
     Signals,
     Unknown,
@@ -122,8 +123,13 @@ def gc_pauses(signals: Signals, named: float) -> Iterable[Impact]:
     # A profiler of ours collects, and makes more objects to collect.
     kept = ~signals.recorded
     seconds, calls = (kept * values for values in signals.total(rows))
-    count = max(float(calls.sum()), 1.0)
-    per_collection = float(seconds.sum() / count)
+    total, count = float(seconds.sum()), max(float(calls.sum()), 1.0)
+    known = [row for row in signals.actions if row == SQUARES]
+    squares = float((kept * signals.total(known).seconds).sum())
+    if squares > 0:
+        # So many of equal length: short ones beside a few long ones do not count.
+        count = min(count, max(float(round(total**2 / squares)), 1.0))
+    per_collection = total / count
     own = signals.steady(kept * signals.actions[most].seconds).sum()
     share = float(own / (signals.steady(seconds).sum() or 1.0))
     advice = (
