@@ -161,8 +161,12 @@ def get_num_tokens(batch: Any) -> int:
     return int(batch.data.shape[0]) if type(batch) is PackedSequence else _num_ids(batch)
 
 
-def counter_for(batch: Any, size: int, full: bool) -> Callable[[Any], int] | None:
+def counter_for(
+    batch: Any, size: int, full: bool, several: bool = False
+) -> Callable[[Any], int] | None:
     """Return what counts batches like this one, to which the data loader gave ``size`` samples.
+
+    With ``several`` loaders, the first one's samples count: their last batches may differ.
 
     If their tensors have another first dimension, the batch may be a list of samples
     (``collate_fn=list``) or contain lists of them. Only a batch that is certainly ``full`` shows
@@ -171,11 +175,18 @@ def counter_for(batch: Any, size: int, full: bool) -> Callable[[Any], int] | Non
     """
     with suppress(NotImplementedError, ValueError):
         if get_num_samples(batch) == size:
-            return get_num_samples
+            return _of_first if several else get_num_samples
     for key, part in [(None, batch), *entries(batch).items()]:
         if type(part) in (list, tuple) and len(part) == size:
             return len if key is None else _length(key)
     return _counter_of_tensors(batch, size) if full and size > 1 else None
+
+
+def _of_first(batch: Any) -> int:
+    """Return the samples of a batch, or of the first loader's part of it."""
+    with suppress(ValueError):
+        return get_num_samples(batch)
+    return get_num_samples(next(part for part in entries(batch).values() if part is not None))
 
 
 def _counter_of_tensors(batch: Any, size: int) -> Callable[[Any], int] | None:

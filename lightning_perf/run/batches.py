@@ -362,11 +362,11 @@ class BatchCounter:
         # By stage: what counts its samples.
         self._found: dict[str, _Counter] = {}
         self._stage = ""
-        self._size: Callable[[], tuple[int | None, bool]] = lambda: (None, False)
+        self._size: Callable[[], tuple[int | None, bool, bool]] = lambda: (None, False, False)
         # Batches that are compared with the size: one may be the last of its epoch.
         self._tries = 0
 
-    def enter(self, stage: str, size: Callable[[], tuple[int | None, bool]]) -> None:
+    def enter(self, stage: str, size: Callable[[], tuple[int | None, bool, bool]]) -> None:
         """Batches of a stage follow. ``size`` gives `run.compat.batch_size` during each of them."""
         if self._infers:
             self._stage, self._size = stage, size
@@ -380,10 +380,10 @@ class BatchCounter:
     def _choose(self, batch: Any) -> None:
         """Find out what counts the samples of this stage."""
         self._tries -= 1
-        size, full = self._size()
+        size, full, several = self._size()
         if not size:
             return
-        if (counter := counter_for(batch, size, full)) is not None:
+        if (counter := counter_for(batch, size, full, several)) is not None:
             self._tries, self._found[self._stage] = 0, counter
             self._use(counter)
         elif full and size > 1 and "size" not in self._warned:

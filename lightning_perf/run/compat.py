@@ -404,17 +404,18 @@ _SIZED = (
 )  # fmt: skip
 
 
-def batch_size(trainer: Trainer, stage: str, nested: bool) -> tuple[int | None, bool]:
+def batch_size(trainer: Trainer, stage: str, nested: bool) -> tuple[int | None, bool, bool]:
     """Return the samples of a batch, if all data loaders of a stage give as many.
 
-    And whether the current batch certainly has so many: the last one of an epoch may have fewer.
+    And whether the current batch certainly has so many, as the last one of an epoch may have fewer,
+    and whether there are several loaders.
     """
     loop = _loop_of(trainer, stage, nested)
     loaders = _loaders(loop)
     sizes = {_first_batch_size(loader) for loader in loaders}
     progress = getattr(getattr(loop, "epoch_loop", loop), "batch_progress", None)
     full = len(loaders) == 1 and not getattr(progress, "is_last_batch", True)
-    return sizes.pop() if len(sizes) == 1 else None, full
+    return sizes.pop() if len(sizes) == 1 else None, full, len(loaders) > 1
 
 
 def _first_batch_size(loader: Any) -> int | None:

@@ -12,6 +12,7 @@ import torch
 from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
 from lightning_perf import ConfigError, Flops, PerfWarning, SpeedMonitor, WindowCallback
@@ -343,6 +344,27 @@ class NewShapes(Small):
     def train_dataloader(self) -> Any:
         rows = [(torch.ones(n, 8), torch.ones(n, 1)) for n in range(3, 11)]
         return torch.utils.data.DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+
+class Pairs(Small):
+    """Two DataLoaders of one batch size, whose last batches have 2 and 3 samples."""
+
+    def train_dataloader(self) -> Any:
+        loaders = [torch.utils.data.DataLoader(torch.ones(n, 8), 4) for n in (30, 31)]
+        return CombinedLoader(loaders, "max_size_cycle")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(torch.cat(batch)).mean()
+
+
+def test_the_samples_of_the_first_loader_count(tmp_path: Path) -> None:
+    """The throughput of a run is known although the last batches of its loaders differ."""
+    monitor = SpeedMonitor(window_size=3)
+    trainer(tmp_path, monitor, max_epochs=2, log_every_n_steps=1).fit(Pairs())
+    row = monitor.metrics
+    assert row["throughput/samples_per_sec"] == pytest.approx(
+        (4 + 4 + 2) / 3 * row["throughput/batches_per_sec"]
+    )
 
 
 @pytest.mark.parametrize("window_size", [3, 100])
