@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ class SpeedMonitor(WindowCallback):
       ``throughput/device/mfu``, a fraction of the peak;
     - ``time/{train,val,total}``: elapsed time;
     - ``time/remaining_estimate``: time until ``max_steps``, ``max_epochs`` or ``max_time``,
-      whichever comes first, validation included once it was seen.
+      whichever comes first; validation and the time between epochs are included once seen.
 
     Stages other than training put their name in front (``validate/throughput/...``). Validation
     inside of fit has no time of its own: ``time/val`` is its time.
@@ -102,10 +103,13 @@ class SpeedMonitor(WindowCallback):
         self._start: Timestamp | None = None
         self._batches_per_step: int | None = None
         self._validated_at = 0
+        # The batches before the ends of epochs, and the seconds until the next epochs.
+        self._ends = deque[tuple[int, float]](maxlen=window_size)
 
     @override
     def prepare(self, context: Run) -> None:
         self._reported, self._start, self._batches_per_step = set(), None, None
+        self._ends.clear()
         context.require_flops(self.gpu_flops_available, "gpu_flops_available")
         self._prefix = context.offer_rolling(self.window_size)
         self.columns = (
@@ -126,6 +130,12 @@ class SpeedMonitor(WindowCallback):
             # A resumed training may have no validation any more.
             validates = context.trainer.enable_validation
             self._validated_at = progress.stages["train"].batch if validates else 0
+
+    @override
+    def on_epoch(self, context: Run) -> None:
+        super().on_epoch(context)
+        if context.counters.batches:
+            self._ends.append((context.counters.batch, context.stages.since_batch))
 
     @override
     def on_window(self, window: Window) -> Mapping[str, float] | None:
@@ -166,7 +176,12 @@ class SpeedMonitor(WindowCallback):
                 self._start = window.last
             if window.since_start("batch/count") > 0:
                 validated = self._validated_at, validation
-                left = limits.seconds_left(self._start, window.last, spent / timed, validated)
+                now = window.last
+                ends = {at: seconds for at, seconds in self._ends if at < now.batch}
+                within = sum(seconds for at, seconds in ends.items() if at >= now.batch - timed)
+                pace = max(spent - within, 0.0) / timed
+                between = sum(ends.values()) / max(len(ends), 1)
+                left = limits.seconds_left(self._start, now, pace, validated, between)
             if left < inf:
                 metrics["time/remaining_estimate"] = 0.0 if window.at_end else left / each
         return metrics

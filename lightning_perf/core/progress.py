@@ -170,8 +170,9 @@ class Limits:
         return min(done, 1.0) if done >= 0.0 else None
 
     def seconds_left(
-        self, start: Timestamp, now: Timestamp, pace: float, validated: tuple[int, float] = (0, 0.0)
-    ) -> float:
+        self, start: Timestamp, now: Timestamp, pace: float,
+        validated: tuple[int, float] = (0, 0.0), between: float = 0.0,
+    ) -> float:  # fmt: skip
         """Return the estimated seconds until the first limit; infinity without one.
 
         Args:
@@ -181,12 +182,15 @@ class Limits:
             pace: Seconds per batch.
             validated: The batches before the last validation inside of fit, and the seconds of all
                 of them so far: as much time per batch is to come.
+            between: Seconds between two epochs, which are no part of ``pace``.
         """
         batches, validation = validated
         left = self._batches_left(start, now)
         if left < inf:
             each = validation / batches if batches else 0.0
-            left = left * pace + max(now.batch + left - batches, 0.0) * each
+            epoch = self._batches_per_epoch(start, now)
+            ends = (left + (now.batch_in_epoch or epoch)) / epoch if between else 0.0
+            left = left * pace + max(now.batch + left - batches, 0.0) * each + ends * between
         if self.max_seconds:  # Lightning's Timer counts validation too
             left = min(left, max(self.max_seconds - now.total_wct - validation, 0.0))
         return left

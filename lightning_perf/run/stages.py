@@ -241,6 +241,11 @@ class StageStack:
         return self._moment
 
     @property
+    def since_batch(self) -> float:
+        """Seconds since the last batch of the current stage, without validation inside of fit."""
+        return perf_counter() - self.counters.mark
+
+    @property
     def validating(self) -> float:
         """Seconds of the running validation inside fit that are not counted yet."""
         return perf_counter() - self._settled if self.nested else 0.0

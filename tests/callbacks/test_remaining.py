@@ -129,6 +129,22 @@ def test_validation_is_estimated_after_the_first_one(
         assert seconds == pytest.approx((48 - batch) * BATCH + to_come * VALIDATION), batch
 
 
+@pytest.mark.parametrize("limit", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 64}])
+def test_work_at_the_end_of_epochs_is_estimated_after_the_first_one(
+    tmp_path: Path, clock: Clock, limit: dict[str, int]
+) -> None:
+    """It is no part of the pace of batches, whose window it is in for a while."""
+
+    class Samples(Timed):
+        def on_train_epoch_end(self) -> None:
+            clock.now += 5.0
+
+    found = dict(enumerate(estimates(tmp_path, Samples(clock), window=8, **limit), start=2))
+    for batch, seconds in found.items():
+        ends = 4 - (batch - 1) // 16 if batch > 16 else 0
+        assert seconds == pytest.approx((64 - batch) * BATCH + ends * 5.0), batch
+
+
 def test_an_epoch_of_another_length_changes_the_estimate(tmp_path: Path, clock: Clock) -> None:
     """If the data grows from 16 to 32 batches between two epochs, 32 batches remain."""
 
@@ -225,6 +241,15 @@ def test_an_accumulation_that_changes_is_followed(tmp_path: Path, clock: Clock) 
     assert found[:3] == pytest.approx([BATCH * left for left in (44, 40, 36)])
     assert found == sorted(found, reverse=True)
     assert found[-1] == 0
+
+
+def test_the_estimate_knows_how_many_batches_make_a_step_now(tmp_path: Path, clock: Clock) -> None:
+    """After a change from 1 to 4 batches per step, those before it do not count."""
+    records, scheduler = Records(), GradientAccumulationScheduler({0: 1, 1: 4})
+    options = {"max_epochs": -1, "max_steps": 24, "logger": records}
+    monitor = SpeedMonitor(4, time_unit="seconds")
+    trainer(tmp_path, monitor, scheduler, **options).fit(Timed(clock))
+    assert dict(records.of(KEY))[19] == pytest.approx(4 * 4 * BATCH)
 
 
 @pytest.mark.parametrize("every", [5, 16])

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.small import FLOPS_PER_SAMPLE, Records, Small, ours, trainer
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 
@@ -318,24 +316,6 @@ def test_changes_of_the_step_time_are_told_once(traced: bool) -> None:
             batches.fold("train")
             sys.settrace(None)
     assert told == ([] if traced else ["train"])
-
-
-def test_the_remaining_time_knows_how_many_batches_make_a_step_now(tmp_path: Path) -> None:
-    """After a change from 1 to 4 batches per step, those before it do not count."""
-    monitor = SpeedMonitor(window_size=4)
-    left = {}
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            row = monitor.metrics
-            if {"time/remaining_estimate", "throughput/batches_per_sec"} <= row.keys():
-                seconds = row["time/remaining_estimate"] * 3600
-                left[trainer.global_step] = seconds * row["throughput/batches_per_sec"]
-
-    schedule = GradientAccumulationScheduler({0: 1, 1: 4})
-    options: dict[str, Any] = {"max_epochs": None, "max_steps": 24, "log_every_n_steps": 1}
-    trainer(tmp_path, schedule, monitor, Look(), **options).fit(Small())
-    assert left[20] == pytest.approx(4 * 4)
 
 
 class NewShapes(Small):
