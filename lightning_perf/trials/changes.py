@@ -7,6 +7,7 @@ the training imports.
 from __future__ import annotations
 
 import gc
+from functools import wraps
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -289,13 +290,14 @@ class Compile(Change):
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
         if not is_compiled(seen.module):
-            yield cls("layers")
+            if names := list(_layers(seen.module)):
+                yield cls(names)
             yield cls("steps")
 
     @property
     @override
     def name(self) -> str:
-        return f"torch.compile of {self.value}"
+        return f"torch.compile of {'steps' if self.value == 'steps' else 'layers'}"
 
     @property
     @override
@@ -303,7 +305,8 @@ class Compile(Change):
         if self.value == "steps":
             return "trainer.fit(torch.compile(model), ...)"
         return (
-            "for layer in model.children():  # of a ModuleList, its items\n"
+            f"for name in {self.value}:\n"
+            "    layer = model.get_submodule(name)\n"
             "    layer.forward = torch.compile(layer.forward)"
         )
 
@@ -311,19 +314,20 @@ class Compile(Change):
     def apply(self, trainer: Any, module: Any) -> Any:
         if self.value == "steps":
             return torch.compile(module)
-        for layer in _layers(module):
+        for name in self.value:
+            layer = module.get_submodule(name)
             # Not layer.compile(): it leaves modules of torch, such as nn.Sequential, as they are.
             layer.forward = torch.compile(layer.forward)
         return module
 
 
-def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules within a module that are called, and have weights."""
-    for child in module.children():
+def _layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """The names of the modules within a module that are called, and have weights."""
+    for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _layers(child)
+            yield from _layers(child, f"{prefix}{name}.")
         elif any(True for _ in child.parameters()):
-            yield child
+            yield prefix + name
 
 
 class MixedPrecision(Change):
@@ -384,10 +388,33 @@ class FusedOptimizer(Change):
         return "\n".join(f"{name}(..., fused=True)" for name in dict.fromkeys(self.value))
 
     @override
+    def apply(self, trainer: Any, module: Any) -> Any:
+        # The constructor sets more than the groups, and refuses some arguments.
+        for kind in _subclasses(torch.optim.Optimizer):
+            if kind.__name__ in self.value:
+                kind.__init__ = _fused(kind.__init__)
+        return module
+
+    @override
     def begin(self, trainer: Any) -> None:
-        for optimizer in trainer.optimizers:
-            for group in [optimizer.defaults, *optimizer.param_groups]:
-                group.update(fused=True, foreach=False)
+        groups = [group for each in trainer.optimizers for group in each.param_groups]
+        if not all(group.get("fused") for group in groups):
+            why = "constructed before Trainer.fit, or restored from a checkpoint"
+            raise RuntimeError(f"the optimizers are not fused: {why}")
+
+
+def _subclasses(kind: type[Any]) -> Iterator[Any]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _fused(construct: Any) -> Any:
+    @wraps(construct)
+    def fused(optimizer: Any, *args: Any, **options: Any) -> None:
+        construct(optimizer, *args, **options | {"fused": True})
+
+    return fused
 
 
 class ChannelsLast(Change):
@@ -404,8 +431,8 @@ class ChannelsLast(Change):
             yield cls()
 
     @override
-    def begin(self, trainer: Any) -> None:
-        trainer.lightning_module.to(memory_format=torch.channels_last)
+    def apply(self, trainer: Any, module: Any) -> Any:
+        return module.to(memory_format=torch.channels_last)
 
 
 class FreezeGc(Change):
@@ -421,10 +448,11 @@ class FreezeGc(Change):
         yield cls()
 
     @override
-    def begin(self, trainer: Any) -> None:
+    def apply(self, trainer: Any, module: Any) -> Any:
         gc.collect()
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
+        return module
 
 
 class Threads(Change):
@@ -510,10 +538,9 @@ class CheckpointInterval(Change):
             yield cls(max(steps // seen.trainer.accumulate_grad_batches, 1))
 
     @override
-    def apply(self, trainer: Any, module: Any) -> Any:
-        for each in trainer.checkpoint_callbacks:
+    def begin(self, trainer: Any) -> None:
+        for each in trainer.checkpoint_callbacks:  # those of the module are attached now
             compat.set_checkpoint_interval(each, self.value)
-        return module
 
 
 #: The kinds of changes that are tried.

@@ -123,9 +123,10 @@ def change_loader(loader: Any, arguments: Mapping[str, Any]) -> None:
     """Change arguments of a DataLoader in place, so that it keeps its class and its other ones."""
     if not isinstance(loader, DataLoader):
         raise TypeError(f"the training data come from a {type(loader).__name__}, no DataLoader")
-    # DataLoader refuses to set some of them, for the sake of those that its constructor derives.
     own = vars(loader)
-    own.update(arguments)
+    for name, value in arguments.items():
+        # DataLoader refuses some of them, for the sake of those that its constructor derives.
+        object.__setattr__(loader, name, value)
     if "batch_size" in arguments:
         loader.batch_sampler.batch_size = arguments["batch_size"]  # type: ignore[union-attr]
     if own["num_workers"] and own.get("prefetch_factor") is None:
@@ -152,6 +153,7 @@ def computes_bfloat16(device: torch.device) -> bool:
 def set_checkpoint_interval(checkpoint: Any, steps: int) -> None:
     """Let a ModelCheckpoint write every so many steps."""
     checkpoint._every_n_train_steps, checkpoint._every_n_epochs = steps, 0
+    checkpoint._train_time_interval = None
 
 
 def command_line_config(trainer: Any) -> dict[str, Any]:

@@ -272,7 +272,8 @@ def test_mixed_precision(tmp_path: Path) -> None:
     assert found is torch.bfloat16
 
 
-def test_fused_optimizer(tmp_path: Path) -> None:
+def test_fused_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.optim.SGD, "__init__", torch.optim.SGD.__init__)
     change = changes.FusedOptimizer(["SGD"])
     found = trained(tmp_path, change, lambda made, _: made.optimizers[0].param_groups[0]["fused"])
     assert found is True
@@ -325,9 +326,9 @@ def test_arguments_of_the_trainer(tmp_path: Path) -> None:
 
 
 def test_checkpoints_at_another_interval(tmp_path: Path) -> None:
-    made = trainer(tmp_path, ModelCheckpoint(tmp_path, save_top_k=-1), max_epochs=1,
-                   enable_checkpointing=True)  # fmt: skip
-    changes.CheckpointInterval(5).apply(made, None)
+    change = changes.CheckpointInterval(5)
+    made = trainer(tmp_path, ModelCheckpoint(tmp_path, save_top_k=-1), Looks(change, print),
+                   max_epochs=1, enable_checkpointing=True)  # fmt: skip
     made.fit(Small())
     assert sorted(path.stem for path in tmp_path.glob("*.ckpt")) == [
         "epoch=0-step=10", "epoch=0-step=15", "epoch=0-step=5",
@@ -341,7 +342,8 @@ def test_compiled_steps() -> None:
     module = Small()
     module.more = nn.ModuleList([nn.Linear(2, 2)])
     module.loss = nn.MSELoss()
-    assert changes.Compile("layers").apply(None, module) is module
+    assert [*changes._layers(module)] == ["net", "more.0"]
+    assert changes.Compile(["net", "more.0"]).apply(None, module) is module
     compiled = [name for name, each in module.named_modules() if "forward" in vars(each)]
     assert compiled == ["net", "more.0"]
 

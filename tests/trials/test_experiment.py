@@ -505,7 +505,7 @@ def test_lines_are_python() -> None:
         "ValidationInterval": {"val_check_interval": 0.5},
     }  # fmt: skip
     made = [kind(values.get(kind.__name__, 2)) for kind in CHANGES]
-    made += [Compile("steps"), Compile("layers")]
+    made += [Compile("steps"), Compile(["net"])]
     for each in made:
         fields = {"trainer": each.trainer, "loader": each.loader, "code": each.code}
         written = lines([candidate(type(each).__name__, **fields)])
