@@ -527,7 +527,8 @@ class ValidationInterval(Change):
 class CheckpointInterval(Change):
     """Write checkpoints less often."""
 
-    group, codes, keeps = "checkpoint", ("checkpoint-bound",), ("checkpoint",)
+    # ModelCheckpoint may monitor a metric of validation, and writes nothing without it.
+    group, codes, keeps = "checkpoint", ("checkpoint-bound",), ("checkpoint", "validation")
     line = "ModelCheckpoint(every_n_train_steps={})"
 
     @override

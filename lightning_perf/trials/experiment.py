@@ -252,7 +252,10 @@ class Experiment:
         longest = timed if self._ends else max(left / self.first.per_batch, 1)
         self.too_long = [each for each in candidates if (each.period or 1) > longest]
         candidates = [each for each in candidates if each not in self.too_long]
-        self._periods = {name: ceil(c.period or 1) for c in candidates for name in c.keeps}
+        self._periods = {
+            name: lcm(*(ceil(each.period or 1) for each in candidates if name in each.keeps))
+            for name in _ALL
+        }
         return candidates
 
     def run(self, setting: Setting) -> Outcome:

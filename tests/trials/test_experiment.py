@@ -308,6 +308,19 @@ def test_trials_have_whole_periods(
     assert [each["batches"] for each in specs[1:]] == expected
 
 
+def test_trials_have_the_periods_of_all_changes_that_keep_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not that of the last one: they share the trials as it is."""
+    both = [candidate("a", keeps=["validation"], period=80.0), candidate("b", keeps=["validation"])]
+    specs: list[Any] = []
+    listed = [each._asdict() for each in both]
+    trials = started(monkeypatch, specs, both[0], epoch=40, timed=500, candidates=listed)
+    trials.start()
+    trials.run(Setting(keeps=("validation",)))
+    assert specs[-1]["batches"] == 160
+
+
 @pytest.mark.parametrize(
     ("change", "timed", "expected"),
     [({"num_workers": 4}, 500, 100), ({"prefetch_factor": 4}, 50, 40)],

@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from helpers.small import WIDTH, Small, TwoOptimizers, trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_perf.trials import compat
-from lightning_perf.trials.changes import Change, LargerBatch
+from lightning_perf.trials.changes import Change, CheckpointInterval, LargerBatch
 from lightning_perf.trials.process import TRAINER
 from lightning_perf.trials.trial import Spec, Trial, _reason
 
@@ -180,6 +181,21 @@ def test_the_first_run_times_what_trials_leave_out(tmp_path: Path) -> None:
     assert not long["notes"]
     assert not any(short["besides"].values())
     assert short["notes"][0].startswith("the first run had no validation and no checkpoint, and ")
+
+
+def test_trials_of_checkpoints_have_the_metric_that_these_monitor(tmp_path: Path) -> None:
+    """It is one of validation; without it none would be written, with the change or without."""
+
+    class Monitored(Small):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.log("val_loss", super().training_step(batch, batch_idx))
+
+        def configure_callbacks(self) -> Any:
+            return [ModelCheckpoint(monitor="val_loss")]
+
+    options: Any = {"enable_checkpointing": True, "limit_val_batches": 1}
+    held = Held(tmp_path, batches=20, keeps=[*CheckpointInterval.keeps])
+    assert held.fit(tmp_path, Monitored(), **options)["besides"]["checkpoint"]
 
 
 def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:
