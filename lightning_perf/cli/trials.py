@@ -56,7 +56,7 @@ def try_(
     The command is run many times, some batches each: as it is, to see why it is slow, and then
     with changes. Its loggers and checkpoints write to a temporary folder; what the script itself
     writes it writes in each trial. Write the command last: lightning-perf try python train.py.
-    The exit code is 1 if the training could not be tried.
+    The exit code is 1 if the training could not be tried. Ctrl-C shows what was measured before.
 
     Args:
         command: The program and its arguments.
@@ -92,11 +92,13 @@ def try_(
             rows, best = experiment.results()
         except TrialsFailed as error:
             raise Failure(error, 1) from None
+        except KeyboardInterrupt:
+            rows, best = experiment.so_far()
+            if rows:
+                _print(_Results(experiment, rows, best), json)
+            raise
     found = _Results(experiment, rows, best)
-    if json:
-        print_json(found.as_dict())
-    else:
-        _show(found)
+    _print(found, json)
     # Afterwards: what cannot be written is not lost.
     if output is not None:  # without changes, too: an earlier file may have some
         write_text(Path(output), f"{_MARK}\n{advice.as_yaml(found.changes)}")
@@ -248,6 +250,8 @@ class _Results:
         for row in self.rows:
             if row.startup > _STARTUP:
                 yield f"{row.setting.name} takes {duration(row.startup)} longer to start"
+        if few := [row.setting.name for row in self.rows if row.undecided]:
+            yield f"there were too few rounds to be certain of {', '.join(few)}: raise --minutes"
         if left := [each.name for each in experiment.not_tried]:
             yield f"there was no time to try {', '.join(left)}: raise --minutes"
         for each in experiment.too_long:
@@ -284,6 +288,13 @@ def _cells(row: Row) -> tuple[str, ...]:
     # Of what is not faster, only a difference is worth telling.
     same = row.same if found.better or row.same.startswith("not") else ""
     return row.setting.name, predicted, f"{found.ratio:.2f}x", interval, same, memory
+
+
+def _print(found: _Results, json: bool) -> None:
+    if json:
+        print_json(found.as_dict())
+    else:
+        _show(found)
 
 
 def _show(found: _Results) -> None:

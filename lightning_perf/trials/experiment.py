@@ -116,6 +116,12 @@ class Row(NamedTuple):
         return self.speedup is not None and self.speedup.better
 
     @property
+    def undecided(self) -> bool:
+        """Whether it seems faster, after too few rounds to be certain."""
+        found = self.speedup
+        return found is not None and found.ratio > 1 and found.rounds < FEWEST
+
+    @property
     def helps(self) -> bool:
         """Whether it is worth writing down: certainly faster, and harmless."""
         return self.better and self.same.startswith(("equal", "alike"))
@@ -209,6 +215,17 @@ class Experiment:
             key=lambda row: row.speedup.ratio if row.speedup else 0.0, reverse=True,
         )  # fmt: skip
         return self._rows(settings), self._combined(helping)
+
+    def so_far(self) -> tuple[list[Row], Row | None]:
+        """As `results`, of the trials before an interrupt alone."""
+        settings: list[Setting] = []
+        for _, one, _ in self._outcomes:
+            if one.changes and one not in settings:
+                settings.append(one)
+        rows = [self._row(each) for each in settings]
+        helping = (row for row in rows if row.helps and row.speedup)
+        best = max(helping, key=lambda row: row.speedup.ratio if row.speedup else 0.0, default=None)
+        return [row for row in rows if len(row.setting.changes) == 1], best
 
     def start(self) -> list[Candidate]:
         """Run the training as it is, with a diagnosis; returns what to try.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,6 @@ from lightning_perf.units import duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
 #: The environment variable with the file of a trial's settings, the file of its result, and one
 #: that says that there was a Trainer, and that it fits.
@@ -34,6 +34,10 @@ _CLEANERS = re.compile("resource_tracker import main|torch_shm_manager")
 _LAST, _LINE = 20_000, 300
 #: An exception's line, which launchers write more lines after.
 _EXCEPTION = re.compile(r"(?:\[rank\d+\]:\s*)?([\w.]*(?:Error|Exception): .+)")
+#: A frame of a traceback; where those are that are not the user's; and ours.
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_INSTALLED = re.compile(r"(site|dist)-packages|[/\\]lib[/\\]python\d|^<")
+_OURS = str(Path(__file__).parents[1])
 
 
 class Outcome(NamedTuple):
@@ -151,6 +155,7 @@ def _without_result(
     errors = [found[1] for line in lines if (found := _EXCEPTION.fullmatch(line))] if code else []
     lines = errors or lines
     last = printable(lines[-1])[:_LINE] if lines else f"exit code {code}"
+    last += printable(place_of(text)) if errors else ""
     seen = mark.read_text() if mark.exists() else None
     # Errors in fit are results.
     if code < 0 or seen or (code and seen is not None and not errors):
@@ -166,6 +171,21 @@ def _without_result(
         "(ssh, sudo, docker, sbatch), put lightning-perf try into the command that it runs. "
         f"The training's Python needs lightning_perf, too (the last line: {last})"
     )
+
+
+def place_of(traceback: str) -> str:
+    r"""The innermost frame in the user's code, in parentheses; empty if the error is ours.
+
+    Example:
+        >>> place_of('File "train.py", line 3, in f\nFile "/lib/python3.12/json.py", line 9, in g')
+        ' (train.py, line 3)'
+    """
+    frames = _FRAME.findall(traceback)
+    theirs = [each for each in frames if not _INSTALLED.search(each[0]) and _OURS not in each[0]]
+    if not theirs or _OURS in frames[-1][0]:
+        return ""
+    file, line, here = Path(theirs[-1][0]), theirs[-1][1], Path.cwd()
+    return f" ({file.relative_to(here) if file.is_relative_to(here) else file}, line {line})"
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -18,6 +18,7 @@ from hashlib import blake2b
 from math import lcm, prod
 from pathlib import Path
 from time import monotonic, perf_counter
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -39,7 +40,7 @@ from lightning_perf.run.context import current_run
 from lightning_perf.tracking.summary import text_of
 from lightning_perf.trials import compat
 from lightning_perf.trials.changes import CHANGES, Seen, change_of, proposals
-from lightning_perf.trials.process import RESULT, TRAINER
+from lightning_perf.trials.process import RESULT, TRAINER, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -458,7 +459,7 @@ class Trial(Callback):
         try:
             if (error is not None or not trainer.global_rank) and not file.exists():
                 content = self._result(trainer) if error is None else {
-                    "error": _reason(error), "late": isinstance(error, Unsteady)
+                    "error": self._reason(error), "late": isinstance(error, Unsteady)
                 }  # fmt: skip
                 write_text(file, text_of(content))
         except BaseException as failure:
@@ -466,6 +467,11 @@ class Trial(Callback):
         finally:
             time.sleep(_LONGEST_END)
             os._exit(1)
+
+    def _reason(self, error: BaseException) -> str:
+        """Why a fit failed; of a training as it is also where, as that is the script's."""
+        where = place_of("".join(format_exception(error))) if self.diagnoses else ""
+        return _reason(error) + where
 
     def _result(self, trainer: Any) -> Mapping[str, Any]:
         cuda = trainer.strategy.root_device.type == "cuda"

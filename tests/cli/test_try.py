@@ -62,8 +62,10 @@ HEALTHY = [Verdict("healthy", "info").as_dict()]
         ([], [], "Note: the first run gave no diagnosis: it was too short, or Trainer(bare"),
         (HEALTHY, [], "Note: the verdicts suggest no change that can"),
         (HEALTHY, [Row(Setting())], "there was no time"),
+        (HEALTHY, [Row(Setting(), speedup([0.7] * 2, 0.0))],
+         "Note: there were too few rounds to be certain of as it is: raise --minutes."),
     ],
-)
+)  # fmt: skip
 def test_why_there_is_no_answer(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -122,6 +124,37 @@ def test_the_printed_patch_applies(
     assert folder
     subprocess.run(command, cwd=folder[1], input=out.encode(), check=True)
     assert script.read_text() == "DataLoader(x, num_workers=2)\n\n"
+
+
+def outcome(seconds: float) -> Outcome:
+    """Of a trial whose batches take so long."""
+    result = {
+        "seconds": 20 * seconds, "timed": 20, "startup": 1.0, "losses": ["0.1"], "besides": {},
+        "batches": ["a"], "samples": ["1"], "weights": ["a"],
+    }  # fmt: skip
+    return Outcome(result, None, 1.0, 100)
+
+
+def test_an_interrupt_shows_what_was_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without further trials; the exit code is that of Ctrl-C."""
+
+    def results(self: Experiment) -> None:
+        self._outcomes = [
+            (number, setting, outcome(seconds))
+            for number in range(3)
+            for setting, seconds in ((Setting(), 2.0), (Setting((WORKERS,)), 1.0))
+        ]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Experiment, "results", results)
+    first = outcome(2.0)
+    first.result.update(verdicts=[], notes=[], dataset="fixed")  # type: ignore[attr-defined]
+    monkeypatch.setattr(Experiment, "first", first, raising=False)
+    code, out, _ = call(capsys, "try", "true")
+    assert code == 130
+    assert "Best: num_workers=2: 2.00 times as fast" in out
 
 
 #: A training that does not end by itself.

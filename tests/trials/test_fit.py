@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_perf.trials import compat
 from lightning_perf.trials.changes import Change, CheckpointInterval, LargerBatch
 from lightning_perf.trials.process import TRAINER
-from lightning_perf.trials.trial import Spec, Trial, _reason
+from lightning_perf.trials.trial import Spec, Trial
 
 
 class Ended(Exception):
@@ -38,7 +38,7 @@ class Held(Trial):
 
     def _end(self, trainer: Any, error: BaseException | None = None) -> NoReturn:
         if not isinstance(error, Ended):
-            self.result = {"error": _reason(error)} if error else dict(self._result(trainer))
+            self.result = {"error": self._reason(error)} if error else dict(self._result(trainer))
         raise Ended
 
     def fit(self, folder: Path, module: Any, *data: Any, **options: Any) -> dict[str, Any]:
@@ -249,6 +249,19 @@ def test_an_error_in_a_worker_is_named(tmp_path: Path) -> None:
 
     loader = DataLoader(Broken(), batch_size=2, num_workers=1)
     assert Held(tmp_path).fit(tmp_path, Small(), loader) == {"error": "OSError: no file 0"}
+
+
+def test_an_error_of_the_first_run_names_the_line_of_the_script(tmp_path: Path) -> None:
+    """The innermost one of it, also within a worker, and not that of Lightning."""
+
+    class Broken(Course):
+        def __getitem__(self, index: int) -> list[Tensor]:
+            return [torch.ones(index) @ torch.ones(3)]
+
+    loader = DataLoader(Broken(), batch_size=2, num_workers=1)
+    error = Held(tmp_path, batches=None).fit(tmp_path, Small(), loader)["error"]
+    line = Broken.__getitem__.__code__.co_firstlineno + 1
+    assert error.endswith(f"({__file__}, line {line})")
 
 
 def test_weights_tell_what_manual_optimization_has_done(tmp_path: Path) -> None:

@@ -195,9 +195,9 @@ def test_shared_memory_is_freed(in_tmp: Path) -> None:
     assert [each.exists() for each in files] == [False] * 3
 
 
-def failure(code: str) -> str:
-    """Why a trial of Python code has no result."""
-    trials = Experiment([sys.executable, "-c", code], 1, 1, [], print)
+def failure(code: str, *script: str) -> str:
+    """Why a trial of Python code, or of a script, has no result."""
+    trials = Experiment([sys.executable, *(script or ("-c", code))], 1, 1, [], print)
     try:
         return str(trials.run(Setting()).error)
     finally:
@@ -235,6 +235,16 @@ seen"""
 )  # fmt: skip
 def test_why_there_is_no_result(code: str, why: str) -> None:
     assert failure(code).startswith(why)
+
+
+def test_an_error_before_fit_names_the_line_of_the_script(in_tmp: Path) -> None:
+    """Also one that the script cannot be read for, and one within a library."""
+    for text, why in (
+        ("x = 1\nif x\n", "SyntaxError: expected ':' (train.py, line 2)"),
+        ("import json\n\njson.loads('')", "char 0) (train.py, line 3)"),
+    ):
+        (in_tmp / "train.py").write_text(text)
+        assert failure("", "train.py").endswith(why)
 
 
 def test_the_first_trainer_leaves_a_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
