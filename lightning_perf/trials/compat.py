@@ -16,6 +16,7 @@ from lightning_perf.run.compat import Callback
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 #: Loggers that write below one folder, which a trial can move.
@@ -98,6 +99,13 @@ def moved_logger(logger: Any, folder: Path) -> Any:
 def move_root(trainer: Any, folder: Path) -> None:
     """Let what has no folder of its own write below this one."""
     trainer._default_root_dir = str(folder)
+
+
+def isolated_random_numbers() -> AbstractContextManager[None]:
+    """A context after which random numbers continue as if it had drawn none."""
+    cuda: Any = torch.cuda  # whose state is not read where that would start it
+    found: AbstractContextManager[None] = _OWN.utilities.seed.isolate_rng(cuda.is_initialized())
+    return found
 
 
 class Batches:

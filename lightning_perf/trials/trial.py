@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from functools import partial, wraps
 from hashlib import blake2b
+from itertools import islice
 from math import lcm, prod
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -43,7 +44,7 @@ from lightning_perf.trials.changes import CHANGES, Seen, change_of, proposals
 from lightning_perf.trials.process import RESULT, TRAINER, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from lightning.pytorch import Callback
 
@@ -59,6 +60,8 @@ _SMALL = 64
 _MOST_WEIGHTS = 2e9
 #: Items that are read again, to learn whether they are random, and the seconds for it.
 _ITEMS, _ITEM_SECONDS = 16, 10.0
+#: An attribute of samplers, the epochs so far; and at most so many have an order of their own.
+_EPOCHS, _MOST_EPOCHS = "_trial_epochs", 10_000
 #: Seconds until a process ends by itself, if its parent does not end it.
 _LONGEST_END = 60.0
 
@@ -312,7 +315,7 @@ class Trial(Callback):
             # Before the first item of an epoch.
             if each is sampler and self._state not in (None, self._state_now()):
                 self._dataset_changes = True
-            for samples in original(each):
+            for samples in self._in_order(each, original):
                 if each is sampler and len(self._samples) < self.spec.warm_up:
                     self._samples.append(repr(samples))
                 yield samples
@@ -322,6 +325,21 @@ class Trial(Callback):
         except TypeError:  # of an immutable class, such as a list
             vars(loader)["batch_sampler"] = compat.Batches(sampler)
             self._record_samples(loader)
+
+    def _in_order(self, sampler: Any, iterate: Callable[..., Iterable[Any]]) -> Iterator[Any]:
+        """The batches of a sampler, whose order has random numbers of its own in each epoch.
+
+        Workers draw it earlier: within a search of Lightning's for the learning rate, for one.
+        """
+        epoch = getattr(sampler, _EPOCHS, 0)
+        with suppress(AttributeError):  # of a class with slots
+            setattr(sampler, _EPOCHS, epoch + 1)
+        with compat.isolated_random_numbers():
+            seed_all(_MOST_EPOCHS * self.spec.seed + epoch)
+            batches = iter(iterate(sampler))
+            first = [*islice(batches, 1)]
+        yield from first
+        yield from batches
 
     def _state_now(self) -> str:
         """What workers that stay have copies of: the dataset's attributes, such as the epoch.

@@ -14,12 +14,12 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from helpers.small import WIDTH, Small, TwoOptimizers, trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset
 
 from lightning_perf.trials import compat
-from lightning_perf.trials.changes import Change, CheckpointInterval, LargerBatch
+from lightning_perf.trials.changes import Change, CheckpointInterval, LargerBatch, Workers
 from lightning_perf.trials.process import TRAINER
 from lightning_perf.trials.trial import Spec, Trial
 
@@ -45,8 +45,11 @@ class Held(Trial):
         """The result of a fit."""
         made = trainer(folder, self, max_epochs=50, **options)
         self._isolate(made)
-        with pytest.raises(Ended):
-            self._fit(made.fit, made, module, *data)
+        with pytest.MonkeyPatch.context() as patched:
+            for kind in (BatchSampler, compat.Batches):  # whose classes the trial changes
+                patched.setattr(kind, "__iter__", kind.__iter__)
+            with pytest.raises(Ended):
+                self._fit(made.fit, made, module, *data)
         return self.result
 
 
@@ -196,6 +199,33 @@ def test_trials_of_checkpoints_have_the_metric_that_these_monitor(tmp_path: Path
     options: Any = {"enable_checkpointing": True, "limit_val_batches": 1}
     held = Held(tmp_path, batches=20, keeps=[*CheckpointInterval.keeps])
     assert held.fit(tmp_path, Monitored(), **options)["besides"]["checkpoint"]
+
+
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+def test_workers_have_the_same_batches_after_a_search_of_the_learning_rate(tmp_path: Path) -> None:
+    """It loads the first batches, of which workers draw the order before random numbers return."""
+
+    class Searched(Small):
+        lr = 0.01
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), self.lr)
+
+        def configure_callbacks(self) -> Any:
+            return [LearningRateFinder(num_training_steps=6)]
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader(Course(), 2, shuffle=True)
+
+    torch.manual_seed(0)
+    (tmp_path / "0").mkdir()
+    first, *others = (
+        Held(tmp_path / "0", *changes, warm_up=10).fit(tmp_path, Searched())["batches"]
+        for changes in ([], [Workers({"num_workers": 2})])
+    )
+    assert len(first) == 6 + 10
+    assert others == [first]
+    assert len({*first}) > 8  # each epoch has an order of its own
 
 
 def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:
