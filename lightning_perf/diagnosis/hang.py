@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self
 
@@ -49,10 +49,6 @@ class RankState:
     complete: bool = True
     host: str = ""
     pid: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:

@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from math import inf
@@ -78,16 +78,16 @@ class HangFiles:
 
     def answer(self, run: Run, state: RankState, **sent: bool) -> None:
         """Let other ranks know a state; ``sent`` says whether it asks for theirs, or reports."""
-        self.write(run, _answer_of(state.rank), json.dumps(finite(state.as_dict())))
+        self.write(run, _answer_of(state.rank), json.dumps(finite(asdict(state))))
         if run.mail is not None:
-            short = replace(state, workers=state.workers[:_MOST_SENT]).as_dict()
+            short = asdict(replace(state, workers=state.workers[:_MOST_SENT]))
             run.mail.send({"state": short, "asks": False, "reported": False, **sent})
 
     def leave(self, run: Run, how: str) -> None:
         """Let other ranks know that the training of this one has ended."""
         if run.mail is not None:
             state = RankState(run.ranks.global_rank, how, host=platform.node(), pid=os.getpid())
-            run.mail.send({"state": state.as_dict()})
+            run.mail.send({"state": asdict(state)})
 
     def is_asked(self, run: Run) -> bool:
         """Whether a rank has asked for the states of all since this was called last."""

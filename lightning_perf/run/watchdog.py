@@ -416,17 +416,15 @@ class _Watch:
         _warn(self._entry, path)
 
     def _publish(self, run: Run) -> Path | None:
-        """Write the report, and the summary and the page with it."""
+        """Write the report, with those of earlier hangs after it, the summary and the page."""
         assert self._entry is not None  # the callers' condition
-        path = self._files.save(run, REPORT, self._text_of_report())
+        text = report(self._entry, self._states)
+        path = self._files.save(run, REPORT, "\n---\n\n".join([text, *self._reports]))
+        if "ended" in self._entry:
+            self._reports.appendleft(text)
         with suppress(Exception):  # the report has it
             run.refresh_summary()
         return path
-
-    def _text_of_report(self) -> str:
-        """The report of the present hang, and those of earlier ones after it."""
-        assert self._entry is not None  # the callers' condition
-        return "\n---\n\n".join([report(self._entry, self._states), *self._reports])
 
     def _save_own(self, run: Run) -> None:
         """Save what this rank has to say of a hang that was reported, and what is known later."""
@@ -449,7 +447,6 @@ class _Watch:
         assert self._entry is not None  # the caller's condition
         self._entry |= {"seconds": round(pause, 1), "ended": _clock_time(0.0)}
         self._publish(run)
-        self._reports.appendleft(report(self._entry, self._states))
         self._entry = None
         compat.rank_zero_info(
             f"lightning_perf: training goes on after it stood for {pause:,.0f} s."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_views_show_names_of_strangers_as_text() -> None:
 def test_a_state_survives_its_file_and_damaged_ones_are_refused() -> None:
     """Types and lengths are checked, since another process has written it."""
     (state,) = states(LOADS | {"workers": ("worker 1",), "place": "x" * 1000})
-    content = json.loads(json.dumps(state.as_dict()))
+    content = json.loads(json.dumps(asdict(state)))
     again = RankState.of(content)
     assert (again.workers, again.category) == (("worker 1",), "dataloader_next")
     assert len(again.place) == 300
