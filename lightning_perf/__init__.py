@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from lightning_perf.tracking.summary import installed_version
 
-        return installed_version("lightning_perf")
+        return installed_version()
     home = _HOME_OF.get(name)
     if home is None:
         from lightning_perf.errors import did_you_mean

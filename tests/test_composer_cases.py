@@ -33,7 +33,7 @@ from lightning_perf import (
 )
 from lightning_perf.callbacks.speed_monitor import elapsed
 from lightning_perf.core.progress import Limits, Moment, Timestamp
-from lightning_perf.core.time import Time, TimeUnit, ensure_time
+from lightning_perf.core.time import Time, TimeUnit
 from lightning_perf.flops.batch import checked_count, get_num_samples, get_num_tokens
 from lightning_perf.run.signals import gigabytes
 from lightning_perf.schedule import Cyclic, Every
@@ -84,7 +84,7 @@ def evaluate(expression: str) -> Any:
     names = {
         "Time": Time,
         "Timestamp": Timestamp,
-        "ensure_time": ensure_time,
+        "ensure_time": Time.from_input,
         "parse": Time.from_timestring,
         **{kind.__name__: kind for kind in (bool, float, str)},
         "repr": repr,

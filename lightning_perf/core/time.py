@@ -255,11 +255,6 @@ class Time:
         return time
 
 
-def ensure_time(value: Time | str | timedelta | float, unit: TimeUnit | str) -> Time:
-    """Convert a value to a time; numbers are in the given unit."""
-    return Time.from_input(value, unit)
-
-
 def _checked(value: SupportsIndex | float, unit: TimeUnit) -> int | float:
     if isinstance(value, bool) or not isinstance(value, _NUMBER):
         raise TypeError(f"{value!r} is not a number of {unit}.")

@@ -83,12 +83,12 @@ def work_of(formula: Formula, call: Call, out: object) -> Flops:
 
 def operand(tensors: Sequence[Tensor]) -> Tensor:
     """The first tensor of a call that a product may have: no ids and masks, vectors last."""
-    fits = (each for each in tensors if _is_number(each))
+    fits = (
+        each
+        for each in tensors
+        if each.is_floating_point() or each.is_complex() or each.dtype == torch.int8
+    )
     return max(fits, key=lambda each: each.dim() > 1, default=tensors[0])
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.int8
 
 
 def product(args: Args, out: Tensor) -> int:

@@ -304,12 +304,10 @@ def _uncompile(part: nn.Module, copies: dict[int, Any]) -> None:
 def _preserved_state() -> Iterator[None]:
     """Restore random state and grad mode afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    numpy = sys.modules.get("numpy")
-    state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+    state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices), torch.set_grad_enabled(torch.is_grad_enabled()):
             yield
     finally:
         random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        np.random.set_state(numpy_state)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 #: Bytes at the end of a JSON file that hold its last brace.
 _END = 16
-#: Seconds that a program may take.
-_TIMEOUT = 300.0
+#: Seconds that a program may take, and that a garbage collection on another thread is waited for.
+_TIMEOUT, _COLLECTION_TIMEOUT = 300.0, 5.0
 
 
 def defaults(tool: Any, ours: Collection[str]) -> dict[str, Any]:
@@ -229,18 +229,18 @@ def plain_name(path: Path) -> Iterator[str]:
 
 
 @contextmanager
-def no_collection(timeout: float = 5.0) -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Disable garbage collection while a profiler starts or stops.
 
     memray and torch (``with_stack``) walk the stacks of all threads, and torch hooks them. If a
     collection runs Python code meanwhile, on this thread or as another one enters a function, the
     profiler reads frames and hooks that no longer exist: the process crashes. So this waits for a
-    collection on another thread, at most for ``timeout`` seconds.
+    collection on another thread, for some seconds at most.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
-        wait_until(_nothing_collects, timeout)
+        wait_until(_nothing_collects, _COLLECTION_TIMEOUT)
         yield
     finally:
         if enabled:

@@ -20,7 +20,7 @@ from lightning_perf.run.compat import rank_zero_info
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from lightning_perf.run.flop_meter import BatchCost
+    from lightning_perf.flops.peaks import BatchCost
     from lightning_perf.timing.cuda_events import DeviceBatchTime, DeviceTimer
 
 #: Records kept at most until they are folded.
@@ -164,12 +164,11 @@ class BatchTotals:
     gauges = frozenset(LAST)
 
     def __init__(
-        self,
-        timer: DeviceTimer | None = None,
-        sharing: int = 1,
-        on_change: Callable[[str], None] | None = None,
+        self, timer: DeviceTimer | None = None, on_change: Callable[[str], None] | None = None
     ) -> None:
-        self.timer, self.sharing, self._on_change = timer, sharing, on_change
+        self.timer, self._on_change = timer, on_change
+        #: How many ranks train on each batch.
+        self.sharing = 1
         self._rolling = 0
         #: The totals of each stage.
         self.stages: defaultdict[str, _Stage] = defaultdict(lambda: _Stage(self._rolling))

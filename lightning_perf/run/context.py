@@ -181,7 +181,7 @@ class RunContext(Run):
             self.progress.reconcile(self.trainer, bool(self._resumed))
             self.attempt.resumed = self.progress.stages["train"].total_wct
         if stage == "train" or self.trainer.state.fn != "fit":
-            version = {"version": installed_version("lightning_perf")}
+            version = {"version": installed_version()}
             self.reporting.describe(version | self.setup())
         self.stages.enter(stage, limits)
         self._select_stage()

@@ -22,8 +22,7 @@ from lightning_perf.flops.cache import MOST_COUNTED, FlopCache, of_kind
 from lightning_perf.flops.child import can_fork, in_child
 from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.external import COMPILED
-from lightning_perf.flops.peaks import BatchCost as BatchCost
-from lightning_perf.flops.peaks import PeakResolver
+from lightning_perf.flops.peaks import BatchCost, PeakResolver
 from lightning_perf.flops.shadow import count_on_shadow, is_compiled
 from lightning_perf.flops.signature import Signature, signature
 from lightning_perf.patches import MethodPatch, PatchSet

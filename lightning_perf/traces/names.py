@@ -240,7 +240,7 @@ def time_values(timestamp: Timestamp) -> dict[str, Value]:
     return {name: getattr(timestamp, name) for name in TIME_VARIABLES}
 
 
-def safe(value: str, longest: int = _LONGEST) -> str:
+def safe(value: str) -> str:
     """A value as a part of a name, on the disk and in MLflow: the one place that changes values.
 
     What is not allowed becomes ``_``. A long value is cut, and ends with a hash of the whole value.
@@ -248,9 +248,9 @@ def safe(value: str, longest: int = _LONGEST) -> str:
     text = _UNSAFE.sub("_", value)
     text = re.sub(r"^(?:\.{2,}|\.$)", "_", text) or "_"
     text = re.sub(r"^([a-z]|file):", r"\1_", text, flags=re.IGNORECASE)
-    if len(encoded := text.encode()) > longest:
+    if len(encoded := text.encode()) > _LONGEST:
         digest = sha256(value.encode(errors="replace")).hexdigest()[:8]
-        text = f"{encoded[: longest - 9].decode(errors='ignore')}-{digest}"
+        text = f"{encoded[: _LONGEST - 9].decode(errors='ignore')}-{digest}"
     return text
 
 

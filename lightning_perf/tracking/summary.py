@@ -69,10 +69,10 @@ class SummaryError(LookupError):
 
 
 @cache
-def installed_version(package: str) -> str:
-    """The version of an installed package, or ``"unknown"``; cached, as reading it takes 4 ms."""
+def installed_version() -> str:
+    """The version of lightning_perf, or ``"unknown"``; cached, as reading it takes 4 ms."""
     try:
-        return version(package)
+        return version("lightning_perf")
     except PackageNotFoundError:  # run from its sources without installation
         return "unknown"
 

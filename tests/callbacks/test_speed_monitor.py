@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_perf import ConfigError, Flops, PerfWarning, SpeedMonitor, WindowCallback
 from lightning_perf.core.window import Window
+from lightning_perf.flops.peaks import BatchCost
 from lightning_perf.run.batches import BatchRecord, BatchTotals
-from lightning_perf.run.flop_meter import BatchCost
 
 KEYS = (
     {
