@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from lightning_perf.callbacks.suite import EnvironmentSuite
     from lightning_perf.run.callback import PerfCallback
 
-#: Set by users, and by ``lightning-perf try`` for its processes.
+#: Environment variables: set by users, and by ``lightning-perf try`` for its processes.
+_VARIABLE, _TRIAL = "LIGHTNING_PERF", "LIGHTNING_PERF_TRIAL"
 #: Levels of lists and mappings in a file of callbacks.
 _DEEPEST = 50
-_VARIABLE, _TRIAL = "LIGHTNING_PERF", "LIGHTNING_PERF_TRIAL"
 
 
 def callbacks() -> list[Any]:
@@ -31,7 +31,7 @@ def callbacks() -> list[Any]:
 
 
 def callbacks_of_pytorch_lightning() -> list[Any]:
-    """The same for Trainers of the package pytorch_lightning."""
+    """As `callbacks`, for Trainers of the package pytorch_lightning."""
     return _without_errors(_accepted)
 
 
@@ -63,7 +63,7 @@ def _accepted() -> list[Any]:
 
 
 def selected() -> list[Any]:
-    """The same.
+    """The callbacks that the environment variables select.
 
     Raises:
         ConfigError: The variable names a file that cannot be used.

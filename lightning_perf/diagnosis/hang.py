@@ -1,4 +1,4 @@
-"""Who makes a training hang: which rank the others wait for, and where, from what each does."""
+"""Finds which rank makes a training hang, and where, from the states of all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank does while the training stands."""
+    """What a rank does while the training makes no progress."""
 
     rank: int
     #: Why the rank did not answer, as the end of a sentence; empty if it did.
@@ -93,10 +93,13 @@ LEFT, FAILED = "has ended its training", "has ended its training by an exception
 def culprits(states: Sequence[RankState]) -> list[RankState]:
     """The ranks that the others wait for; all of them if that is not known.
 
-    Ranks that did not answer, and those that do not wait while others do, or while only ranks are
-    missing of which nothing is known. Else ranks that have only ended before the others. Where all
-    wait, the rank that is ahead has not joined an earlier collective. Where none is seen to, as
-    while GPUs wait for each other, it is the rank that is not where most are.
+    The first of these that applies:
+
+    - ranks that failed or did not answer, and ranks that do not wait while others do. If no rank
+      waits, the latter count only if nothing is known of the former;
+    - ranks that have ended as they should, if all others wait;
+    - if all ranks wait, those that are ahead: they did not join an earlier collective;
+    - otherwise, as while GPUs wait for each other, the fewest ranks that are in one place.
     """
     silent = [each for each in states if each.missing not in ("", LEFT)]
     gone = [each for each in states if each.missing]
@@ -177,7 +180,7 @@ def _where(state: RankState) -> str:
 
 
 def _alike(states: Sequence[RankState]) -> Iterator[list[RankState]]:
-    """Ranks that are told together, by rank."""
+    """Groups of ranks with the same description."""
 
     def key(each: RankState) -> tuple[str, ...]:
         return (each.missing, each.phase, _where(each))

@@ -194,7 +194,7 @@ class Signals:
         return np.maximum(seconds, 0.0)
 
     def shared(self, name: str) -> Numbers:
-        """The same, as far as all ranks spend it: one that spends more is a straggler."""
+        """Seconds of a category that all ranks spend: a rank that spends more is a straggler."""
         least = [window.least(f"timings/{name}") for window in self.windows]
         return np.minimum(self.category(name), least)
 

@@ -150,7 +150,7 @@ def _code(value: Any, own: bool) -> tuple[Sequence[Undo], Iterable[object]] | No
 
 
 def _data(value: Any, own: bool) -> tuple[Sequence[Undo], Iterable[object]]:
-    """The same of a container, or an object with attributes."""
+    """As `_code`, for a container, or an object with attributes."""
     kind = type(value)
     if kind in (list, set, deque):
         items = list(value)
@@ -167,7 +167,7 @@ def _data(value: Any, own: bool) -> tuple[Sequence[Undo], Iterable[object]]:
 
 
 def _variables(function: FunctionType, own: bool) -> tuple[Sequence[Undo], Iterable[object]]:
-    """The same of the variables that a function names."""
+    """As `_code`, for the variables that a function names."""
     names, codes = set[str](), [function.__code__]
     while codes:
         code = codes.pop()

@@ -270,11 +270,6 @@ def _holders(function: Any) -> list[str]:
     return sorted(found)
 
 
-def _is_light(kernel: str) -> bool:
-    """Whether the work of a Triton kernel does not count, by its name."""
-    return bool(_LIGHT_KERNEL.search(kernel)) and not _HEAVY_KERNEL.search(kernel)
-
-
 # -- calls while a batch is counted --------------------------------------------------------------
 
 
@@ -377,8 +372,9 @@ class Wrapped:
             if counter is not None and not counter.within_external:
                 with suppress(Exception):
                     function = getattr(kernel, "fn", kernel)
-                    if not _is_light(function.__name__):
-                        counter.add_unknown(f"{function.__module__}.{function.__name__}")
+                    name = function.__name__
+                    if _HEAVY_KERNEL.search(name) or not _LIGHT_KERNEL.search(name):
+                        counter.add_unknown(f"{function.__module__}.{name}")
             return original(kernel, *args, **kwargs)
 
         return run

@@ -186,7 +186,8 @@ def of_history(
     by_stack: Counter[tuple[str, ...]] = Counter()
     by_line: Counter[str] = Counter()
     for _, size, frames in changes[:peak]:
-        by_stack[_stack(frames)] += size
+        # Calls from the outermost to the innermost.
+        by_stack[tuple(map(_call, reversed(frames or ())))] += size
         by_line[_line(frames)] += size
     by_line.pop(_BEFORE, None)
     largest = [name for name, size in by_line.most_common(_LAYERS) if size > 0]
@@ -223,11 +224,6 @@ def _changes(
             changes.append((time, -event["size"], frames))
     before += sum(block["size"] for block in in_use if block["address"] not in live)
     return changes, before
-
-
-def _stack(frames: Frames | None) -> tuple[str, ...]:
-    """Calls from the outermost to the innermost."""
-    return tuple(map(_call, reversed(frames or ())))
 
 
 def _line(frames: Frames | None) -> str:

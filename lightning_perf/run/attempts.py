@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 #: Seconds until the first sign of life, and between two.
 FIRST, INTERVAL = 1.0, 5.0
-#: A stall takes so many times as long as the batches before it.
+#: A batch that takes this many times as long as those before it may be a stall.
 _LONGER = 3
 #: Checkpoints that a file lists, the latest ones.
 _MOST_CHECKPOINTS = 20
-#: What a file says of the cluster.
+#: Environment variables of the cluster that a file contains.
 _LABELS = ("SLURM_JOB_ID", *compat.RESTARTS)
-#: The process whose first training has begun.
+#: The id of this process once its first training has begun.
 _trained = 0
 
 
@@ -83,26 +83,26 @@ class AttemptLog:
         self._made = time.time()  # noqa: TID251 (as other machines have it)
         #: Training seconds of the checkpoint that is resumed.
         self.resumed = 0.0
-        # Earlier attempts of this job; and what stays the same of this one.
+        # The earlier attempts of this job, and the fields of this one that do not change.
         self._earlier: list[Attempt] = []
         self._same: dict[str, Any] = {}
         # The folder of the files: that of another run, or of this one once that has files.
         self._folder: Path | None = None
         self._run_folder: RunFolder
-        # Of when training began: the step, and seconds of validation, of checkpoints in training
+        # At the start of training: the step, and seconds of validation, of checkpoints in training
         # and in validation, and of pauses in the training that is resumed.
         self._first_step, self._validated = 0, 0.0
         self._measured = self._saving_began = 0.0, 0.0
         self._paused = 0.0
-        # The time since the epoch, less that of the clock of batches.
+        # Seconds since the epoch when `perf_counter` was 0.
         self._wall = 0.0
         # This attempt, at its end.
         self._ended: Attempt | None = None
         # The step and the training seconds of checkpoints, and their number.
         self._saved: deque[tuple[int, float]] = deque(maxlen=_MOST_CHECKPOINTS)
         self._saves = 0
-        # Of the latest look: training seconds, and those of checkpoints in training, also before
-        # the current batch; seconds of stalls that are over, and of one in the current batch.
+        # At the last update: seconds of training; of checkpoints in training, and those before the
+        # current batch; of stalls that are over, and of a stall in the current batch.
         self._looking = RLock()  # a signal may end the run within it
         self._trained = self._saving = self._saving_before = 0.0
         self._stalls = self._stalled = 0.0
@@ -124,7 +124,7 @@ class AttemptLog:
         if self._same or run.ranks.global_rank != 0 or trainer.state.fn != "fit" or not local:
             return
         now, pid = time.time(), os.getpid()  # noqa: TID251
-        # A notebook may be open for days.
+        # A notebook may have been open for days: its start is not that of the training.
         alone = _trained != pid and not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
         began, _trained = _process_start() if alone else self._made, pid
         self._wall = now - perf_counter()
@@ -182,7 +182,7 @@ class AttemptLog:
         run.progress.job = {"folder": folder.parent.name, "job": self._same["job"]}
 
     def save(self, run: Trained) -> None:
-        """A checkpoint takes the state of a callback: each of them calls this."""
+        """Record a checkpoint; each callback calls this when Lightning saves its state."""
         if not self._same or self._ended is not None:
             return
         counters = run.progress.stages["train"]
@@ -244,7 +244,7 @@ class AttemptLog:
     # -- on the thread that makes files -----------------------------------------------------------
 
     def beat(self, run: Trained) -> None:
-        """Give a sign of life, and the next one after some seconds."""
+        """Write the file, and schedule the next write."""
         if self._ended is not None:
             return
         began = perf_counter()

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 #: Records kept at most until they are folded.
 MOST_RECORDS = 1000
-#: Latest timed batches whose steps say how long a step usually takes, and how many times the median
-#: one of them counts at most: a recompilation is not usual.
+#: The last timed batches, from which the usual step time is computed, and the most that one of them
+#: counts, in medians: a recompilation is not usual.
 _USUAL, _OUTLIER = 100, 4
-#: Latest steps that show whether batches take another time, by a ratio and by some seconds.
+#: The last steps, which are compared with earlier ones, and the ratio and the seconds by which they
+#: then differ.
 _LATEST, _CHANGED, _LEAST_CHANGE = 20, 1.4, 1e-3
 #: Seconds that the end of a run waits for the device to complete its last batches.
 DEVICE_TIMEOUT = 10.0
@@ -78,9 +79,9 @@ class BatchRecord(NamedTuple):
 class Sums(NamedTuple):
     """Running totals of batches, without the first of a stage.
 
-    A batch that counting slowed down has its own waiting, and the usual time of a step unless it
-    differs from it by more than counting can explain. The names are those of the columns, with
-    ``_`` for ``/``.
+    A batch that FLOP counting slowed down counts with the usual step time, if counting explains the
+    difference, and with its own waiting time. The names are those of the columns, with ``_`` for
+    ``/``.
     """
 
     batch_seconds: float = 0.0
@@ -144,7 +145,7 @@ class _Stage:
         self.edges = deque([Sums()], maxlen=size + 1)
         #: Seconds of the latest steps.
         self.steps: deque[float] = deque(maxlen=_USUAL)
-        #: Their median when it was last compared and differed, or first known.
+        #: Their median at the last change, or when it was first known.
         self.median = 0.0
         #: Batches that were slowed down before any step was timed.
         self.slowed: deque[BatchRecord] = deque(maxlen=MOST_RECORDS)
@@ -156,8 +157,8 @@ class _Stage:
 class BatchTotals:
     """The signal of batches: collects one record per batch and folds them at reports.
 
-    Where the device has a clock of its own, a timer times batches there. ``on_change`` is called
-    with a stage whose steps take another time than before.
+    If the device has a clock of its own, ``timer`` times batches there. ``on_change`` is called
+    with the stage when its step time has changed.
     """
 
     columns = (*TIMED, *KNOWN, *LAST)
@@ -280,7 +281,7 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> list[BatchRecord]:
         usual = cache(partial(_usual, stage.steps))
         corrected = [_corrected(record, usual) for record in (*stage.slowed, *records)]
         for record in corrected:
-            # Of skipped ones that were counted: they would make the FLOPs of others unknown.
+            # A batch that was counted and skipped would make the FLOPs of the window unknown.
             unknown = record.slowed and record.cost is None and stage.known
             if not (record.first or unknown):
                 stage.edges.append(stage.edges[-1].plus(record, record.seconds))

@@ -266,14 +266,14 @@ class PerfCallback(Callback):
             self._context.resume(progress)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Without a run there is only what Lightning has attached; `hooks_around` ends the run."""
+        """Detach from a Trainer without a run; `LastHooks` ends a run."""
         if self._context is None:
             self.detach()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """The same."""
+        """As `teardown`."""
         if self._context is None:
             self.detach()
 

@@ -1,4 +1,4 @@
-"""What is read and replaced of a Trainer and its process, with fallbacks for private parts."""
+"""Reads and patches Lightning's Trainer, with fallbacks where a private name is missing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PACKAGES = ("lightning.pytorch.", "pytorch_lightning.")
 _LOOPS = tuple(f"{each}loops." for each in PACKAGES)
 #: Hooks of modules and of data modules around the transfer of a batch.
 _TRANSFERS = "on_after_batch_transfer", "transfer_batch_to_device", "on_before_batch_transfer"
-#: The closure of an optimizer that got none.
+#: The closure that Lightning gives to an optimizer if the user has given none.
 NO_CLOSURE = getattr(pl.core.optimizer, "do_nothing_closure", None)
 #: The function of Lightning that runs the loops of a Trainer.
 _RUN = "_run_stage"
@@ -393,7 +393,7 @@ def training_loaders(trainer: Trainer) -> Sequence[Any]:
 
 
 def validation_loaders(trainer: Trainer) -> Sequence[Any]:
-    """The same of validation inside of fit; empty before the first one."""
+    """The DataLoaders of validation inside of fit; empty before the first validation."""
     return _loaders(validation_loop(trainer))
 
 

@@ -264,7 +264,7 @@ class RunContext(Run):
         self._live.write(self)
 
     def begin_attempt(self) -> None:
-        """The batches of an epoch begin."""
+        """Start the attempt before the first batch of a fit; later calls do nothing."""
         try:
             self.attempt.begin(self)
         except Exception as error:
@@ -331,7 +331,7 @@ class RunContext(Run):
                 warn(f"{text}: they continue from those of Lightning.")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """The same, and keep `summary.json` up to date."""
+        """Log metrics as `Run.log`, and keep `summary.json` up to date."""
         super().log(metrics, step)
         if monotonic() >= self._live.due:
             self._live.refresh(self)

@@ -54,7 +54,7 @@ _WITH_CALLS = 15
 COUNTING = "lightning_perf.count_flops"
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
-#: Seconds that counts on a shadow of known batches may take, and the share of the time beyond them.
+#: Counting known batches on a shadow may take these seconds, plus this share of the training time.
 FREE_SECONDS, _SHARE = 2.0, 0.02
 #: CPU time of a forked count, and more per submodule: ten times what blocks of transformers take.
 _SECONDS, _SECONDS_PER_PART = 5.0, 0.05

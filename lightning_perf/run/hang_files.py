@@ -1,4 +1,4 @@
-"""What the ranks of a training that hangs let each other know: in files, and by messages."""
+"""The states that ranks exchange while a training hangs: in files, and by messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FOLDER, _ASKED, REPORT = "hang", ".asked", "report.md"
 #: Data loader workers in a message to other ranks.
 _MOST_SENT = 5
-#: What is said of a rank that has not answered, by the state of its process.
+#: The description of a rank that has not answered, by the state of its process.
 _LOST = {
     "stopped": "is stopped (SIGSTOP)", "gone": "has ended", "zombie": "has ended",
 }  # fmt: skip
@@ -41,7 +41,7 @@ def stacks_file(rank: int) -> str:
 
 
 class HangFiles:
-    """The files of a run's hangs in a folder that no other run has, and what other ranks have sent.
+    """The files of a run's hangs, in a folder of this run alone, and what other ranks have sent.
 
     Runs of one name have one folder: the first one writes to ``hang`` in it, the next one that
     hangs to ``hang-2``.
@@ -55,21 +55,22 @@ class HangFiles:
         self.grace, self._part = grace, part
         self._claimed: Path | None = None
         self._written: set[Path] = set()
-        # When a rank asked for the states of all, by the clock of the disk.
+        # When a rank last requested the states of all ranks, by the clock of the disk.
         self._asked = 0
-        # The states that were sent, and when; when a rank asked so, and when one had reported.
+        # The states in messages, and when they came; when a message last requested the states of
+        # all ranks, and when one last said that the hang is reported.
         self._sent: dict[int, tuple[float, RankState]] = {}
-        self._called = self._told = -inf
+        self._requested = self._reported = -inf
         # The ranks whose training has ended.
         self._left: dict[int, RankState] = {}
 
     # -- all ranks --------------------------------------------------------------------------------
 
     def ask(self, run: Run, state: RankState) -> None:
-        """Ask all ranks for their states, unless another one has just done so."""
+        """Request the states of all ranks, unless another rank has just done so."""
         now = time.monotonic()
-        asks = self._called < now - self.grace
-        self._called = now if asks else self._called
+        asks = self._requested < now - self.grace
+        self._requested = now if asks else self._requested
         self.answer(run, state, asks=asks)
         written = self.time_of(run, _answer_of(state.rank))
         if self.time_of(run, _ASKED) < written - self.grace * 1e9:
@@ -77,27 +78,27 @@ class HangFiles:
         self._asked = self.time_of(run, _ASKED)
 
     def answer(self, run: Run, state: RankState, **sent: bool) -> None:
-        """Let other ranks know a state; ``sent`` says whether it asks for theirs, or reports."""
+        """Send a state to the other ranks; ``sent`` says whether it requests theirs, or reports."""
         self.write(run, _answer_of(state.rank), json.dumps(finite(asdict(state))))
         if run.mail is not None:
             short = asdict(replace(state, workers=state.workers[:_MOST_SENT]))
             run.mail.send({"state": short, "asks": False, "reported": False, **sent})
 
     def leave(self, run: Run, how: str) -> None:
-        """Let other ranks know that the training of this one has ended."""
+        """Report to the other ranks that the training of this one has ended."""
         if run.mail is not None:
             state = RankState(run.ranks.global_rank, how, host=platform.node(), pid=os.getpid())
             run.mail.send({"state": asdict(state)})
 
     def is_asked(self, run: Run) -> bool:
-        """Whether a rank has asked for the states of all since this was called last."""
-        called = self.receive(run)
+        """Whether a rank has requested the states of all ranks since the last call."""
+        requested = self.receive(run)
         before, self._asked = self._asked, self.time_of(run, _ASKED)
-        return called or before != self._asked
+        return requested or before != self._asked
 
     def receive(self, run: Run) -> bool:
-        """Take what other ranks have sent; returns whether one asks for the states of all."""
-        now, called = time.monotonic(), False
+        """Read messages of other ranks; returns whether one requests the states of all ranks."""
+        now, requested = time.monotonic(), False
         for rank, content in run.mail.receive() if run.mail else ():
             with suppress(*DAMAGE):
                 state = replace(RankState.of(content["state"]), rank=rank)
@@ -105,19 +106,22 @@ class HangFiles:
                     self._left[rank] = state
                     continue
                 self._sent[rank] = now, state
-                called |= content["asks"] is True
-                self._told = now if content["reported"] is True else self._told
-        if called:
-            self._called = now
-        return called
+                requested |= content["asks"] is True
+                self._reported = now if content["reported"] is True else self._reported
+        if requested:
+            self._requested = now
+        return requested
 
     def is_reported(self, run: Run) -> bool:
-        """Whether another rank has reported the hang about which the ranks were asked."""
-        return self.time_of(run, REPORT) >= self._asked > 0 or self._told >= self._called
+        """Whether another rank has reported the hang for which the states were requested."""
+        return self.time_of(run, REPORT) >= self._asked > 0 or self._reported >= self._requested
 
-    def is_reported_since(self, run: Run, written: float, told: float) -> bool:
-        """The same since a time, by the clock of the disk and by that of this process."""
-        return self.time_of(run, REPORT) >= written or self._told >= told
+    def is_reported_since(self, run: Run, written: float, received: float) -> bool:
+        """Whether another rank has reported a hang since ``written`` or ``received``.
+
+        The first is a time of the disk's clock, the second one of this process's clock.
+        """
+        return self.time_of(run, REPORT) >= written or self._reported >= received
 
     def state_of(self, run: Run, rank: int) -> RankState | None:
         """What a rank has answered; None if it has not."""
@@ -125,7 +129,7 @@ class HangFiles:
             with suppress(OSError, *DAMAGE):
                 return RankState.of(read_json(self._folder(run) / _answer_of(rank)))
         at, state = self._sent.get(rank, (-inf, None))
-        return state if at >= self._called else None
+        return state if at >= self._requested else None
 
     def missing(self, run: Run, rank: int) -> RankState:
         """The state of a rank that has not answered; it may make progress if nothing is known."""
@@ -183,7 +187,7 @@ class HangFiles:
         return path
 
     def save(self, run: Run, name: str, text: str) -> Path | None:
-        """The same, and upload it."""
+        """Write a file of the run as `write`, and upload it."""
         path = self.write(run, name, text)
         if path is not None:
             run.reporting.write_files(

@@ -66,7 +66,7 @@ _FLUSH, _SHORT = 30.0, 0.05
 _SLOW = ("iter", "first fetch")
 #: Seconds for the stacks of all child processes.
 _CHILDREN = 30.0
-#: What is said of a frozen rank.
+#: The description of a frozen rank.
 _FROZEN = "ran no Python meanwhile: C code held the GIL, or the process was stopped"
 
 
@@ -161,7 +161,7 @@ class Watchdog:
 
 
 class _Watch:
-    """What the watchdog of a rank knows between two looks."""
+    """The checks of a rank's watchdog, and what they remember."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Watch:
         self.reported = False
         self._position: tuple[str, int, object] | None = None
         self._moved = self._looked = time.monotonic()
-        # How far a Trainer is that a hook runs, once a pause is long.
+        # The progress of a Trainer that runs inside of a hook, read once a pause is long.
         self._nested: tuple[object, ...] = ()
         # The stage and the category of the present pause, once it is long.
         self._phase = ("", "")
@@ -374,7 +374,7 @@ class _Watch:
     # -- all ranks --------------------------------------------------------------------------------
 
     def _answer(self, run: Run, pause: float, limit: float) -> None:
-        """Let a rank that has asked know this rank's state."""
+        """Send this rank's state to a rank that has requested it."""
         if self._state is not None:
             self._state = replace(self._state, seconds=pause)
             self._files.answer(run, self._state)
@@ -427,7 +427,7 @@ class _Watch:
         return path
 
     def _save_own(self, run: Run) -> None:
-        """Save what this rank has to say of a hang that was reported, and what is known later."""
+        """Save the stacks of this rank after a report, and again with what `_Further` adds."""
         if self.reported and self._text:
             self._further = _Further(run, self._text, self._silent, self._stop)
             self._further.start()
@@ -454,7 +454,7 @@ class _Watch:
 
 
 def _state_of(run: Run, frames: Sequence[Frame], pause: float, **known: Any) -> RankState:
-    """What this rank does, by the frames of the training's thread."""
+    """The state of this rank, from the frames of the training thread."""
     frame = users_frame(frames)
     return RankState(
         run.ranks.global_rank,

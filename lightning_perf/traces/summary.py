@@ -404,7 +404,7 @@ class _Running(NamedTuple):
     own: str = ""
 
     def within(self, call: tuple[Kind, str], waits: bool) -> _Running:
-        """The same with one more call within."""
+        """What these calls are with one more call within."""
         (kind, name), operator, line, own = call, self.operator, self.line, self.own
         if kind == Kind.OPERATOR:
             operator = operator or name
