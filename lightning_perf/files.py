@@ -254,10 +254,10 @@ def appended(path: Path) -> BinaryIO:
 
 @contextmanager
 def limited(most: int, what: str = "FSIZE") -> Iterator[None]:
-    """Let this process write no file beyond so many bytes: that raises `OSError`, anywhere.
+    """Limit the files that this process writes to ``most`` bytes: a longer one raises `OSError`.
 
-    With ``"DATA"``, let it take no more memory than so much in addition (`MemoryError`). Windows
-    has no such limits.
+    With ``"DATA"``, limit the memory that it takes in addition (`MemoryError`). Windows has no such
+    limits.
     """
     try:
         import resource
@@ -278,7 +278,7 @@ def limited(most: int, what: str = "FSIZE") -> Iterator[None]:
 
 
 def is_at_limit(size: int) -> bool:
-    """Whether a file of so many bytes may not grow by a tenth and a page, as memray's files do."""
+    """Whether a file of this size cannot grow by a tenth and a page, as memray's files do."""
     try:
         import resource
     except ImportError:  # Windows

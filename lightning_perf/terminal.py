@@ -1,4 +1,4 @@
-"""The terminal: what is printed may have names and texts of strangers, whose controls are shown."""
+"""Prints to the terminal, with escapes for control characters: names may be those of strangers."""
 
 from __future__ import annotations
 

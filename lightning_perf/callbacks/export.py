@@ -192,7 +192,7 @@ class Prometheus(_Exporter):
 
 
 class _Collector:
-    """What prometheus_client asks at a scrape."""
+    """The collector that prometheus_client calls at each scrape."""
 
     def __init__(self, series: Series) -> None:
         self._series = series

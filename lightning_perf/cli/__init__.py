@@ -43,7 +43,7 @@ _INSTALLS = {
 
 #: An argument in a docstring: its name, the name of its value, and its text.
 _ARGUMENT = re.compile(r"^    (\w+)(?: \((\S+)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
-#: Bytes at the beginning of a file that tell what it is.
+#: Bytes at the beginning of a file in which its mark is searched.
 _HEAD = 1 << 10
 
 
@@ -56,7 +56,7 @@ class Failure(Exception):
 
 
 def print_json(content: object) -> None:
-    """Print what ``--json`` asks for."""
+    """Print a value as JSON, for ``--json``."""
     say(json.dumps(content, indent=1))
 
 

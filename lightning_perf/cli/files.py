@@ -192,7 +192,7 @@ class NamedPlaces:
     def __init__(self, tracking_uri: str | None, to: Sequence[str]) -> None:
         self._tracking_uri, self._to = tracking_uri, to
         self.at = cache(self._at)  # each is checked once
-        # Why servers did not answer; MLflow waits for minutes until it knows.
+        # Errors of servers that did not answer: MLflow takes minutes to give up.
         self._silent: dict[str, str] = {}
 
     def _at(self, items: frozenset[tuple[str, str]]) -> _Destination | str:
@@ -230,7 +230,7 @@ class NamedPlaces:
         return self._in_mlflow(tracker, own_server)
 
     def _in_mlflow(self, run: MlflowRun, own_server: bool) -> _Destination | str:
-        """As `_at`, of a run, whose server is asked where the files are."""
+        """As `_at`, for a run of MLflow, whose server decides where the files are."""
         if problem := run.problem() or self._silent.get(run.tracking_uri):
             return problem
         try:

@@ -311,9 +311,9 @@ def _file_of(pid: int) -> Path | None:
 
 
 def _folders_of(pid: int) -> Iterator[Path]:
-    """The folders that may be of a process's runs: those that it has open, which Linux tells.
+    """The folders that may be those of a process's runs.
 
-    Elsewhere, those below its working folder.
+    On Linux, these are the folders that it has open; elsewhere, those below its working folder.
     """
     import psutil
 

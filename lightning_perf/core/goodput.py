@@ -24,7 +24,7 @@ _LEAST, _SHORTER = 0.01, 1.5
 #: The goodput of one attempt that took fewer seconds is not shown.
 _SHORT = 600.0
 #: No number of an attempt is larger: seconds since the epoch are the largest ones. Its parts may be
-#: longer than the whole by so many seconds.
+#: longer than the whole by these seconds.
 _MOST, _ROUNDING = 1e11, 1.0
 
 

@@ -110,7 +110,7 @@ class ChangePoint(NamedTuple):
 
 
 def change_point(values: Numbers, ratio: float, sustained: int) -> ChangePoint | None:
-    """Find the point after which values are higher by a ratio, with so many values on both sides.
+    """Find the point after which values are higher by a ratio, with ``sustained`` on each side.
 
     Example:
         >>> change_point(np.repeat([1.0, 2.0], 100), ratio=1.1, sustained=50)

@@ -42,8 +42,8 @@ _CHECKED_AFTER, _CHECKED_EVERY = 40, {True: 60, False: 200}
 #: Batches before one is checked whose costs differ at random: from one to the next there are 47, a
 #: prime. The counts that are kept at most, and those that must repeat in a cycle seen only once.
 _RANDOM_EVERY, _MOST_SAMPLES, _REPEATED = 46, 200, 10
-#: Counting starts anew if the mean of so many checks differs from that of the counts before by more
-#: than this share and so many standard errors.
+#: Counting starts anew if the mean of one of these numbers of checks differs from the mean of the
+#: counts before them by more than this share, and by more than this number of standard errors.
 _CHECKS, _MOVED, _ERRORS = (8, 16, 32), 0.05, 4
 #: Batches between two of a kind that was never counted, beyond which their share is too small.
 _FARTHEST = 200

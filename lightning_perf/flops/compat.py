@@ -61,18 +61,18 @@ def is_recomputation() -> bool:
 
 
 def current_backward() -> int:
-    """A number of the backward that the calling thread runs; -1 if none, or torch does not tell."""
+    """A number of the backward that the calling thread runs; -1 if none, or if it is unknown."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return -1 if task is None else task()
 
 
 def is_in_backward() -> bool:
-    """Whether the calling thread runs a backward; False where torch does not tell."""
+    """Whether the calling thread runs a backward; False if it is unknown."""
     return current_backward() != -1
 
 
 def graph_position() -> int | None:
-    """The number of the next node of autograd's graph in this thread, where torch tells."""
+    """The number of the next node of autograd's graph in this thread; None if it is unknown."""
     find = getattr(torch._C._autograd, "_get_sequence_nr", None)
     return None if find is None else find()
 
@@ -93,13 +93,13 @@ def nodes_since(tensors: Iterable[Tensor], position: int | None) -> set[Any]:
 
 
 def current_mode() -> object:
-    """The innermost dispatch mode of the calling thread; None where torch does not tell."""
+    """The innermost dispatch mode of the calling thread; None if it is unknown."""
     find = getattr(_python_dispatch, "_get_current_dispatch_mode", None)
     return None if find is None else find()
 
 
 def modes() -> Sequence[object]:
-    """The dispatch modes of the calling thread, the innermost first; empty without torch's help."""
+    """The dispatch modes of the calling thread, the innermost first; empty if they are unknown."""
     find = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", None)
     return [] if find is None else find()[::-1]
 

@@ -288,7 +288,7 @@ class _Counted(MethodPatch):
         return _call(self.original, *self._counts, args, kwargs)
 
     def __reduce__(self) -> Any:
-        return self.original.__qualname__  # it stands under this name in its module
+        return self.original.__qualname__  # its module has it under this name
 
 
 def _call(
@@ -392,7 +392,7 @@ class Wrapped:
         """Restore what is still wrapped, also in modules that were imported meanwhile."""
         for owner, name, original, ours in self._methods:
             with suppress(Exception):
-                if vars(owner).get(name) is ours:  # nobody has replaced it since
+                if vars(owner).get(name) is ours:  # it was not replaced since
                     setattr(owner, name, original)
         late = sys.modules.keys() - self._known if self._known else ()
         for space, name in [*self._places, *_names_in(late)]:

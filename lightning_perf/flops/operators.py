@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Args = Sequence[Any]
-#: FLOPs; with what a causal mask hides; or a function that reads what decides them later.
+#: FLOPs; FLOPs with those that a causal mask hides; or a function that returns them later.
 Flops = int | Work | Callable[[], Work]
 
 

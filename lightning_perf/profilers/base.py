@@ -343,7 +343,7 @@ class Profiler(PerfCallback):
             key: self.new_writer(context, names) for key, names in self.further_files.items()
         }
         names = self.filename, self.remote_file_name
-        # A file must be what its name says.
+        # A file whose name ends in .gz must be gzipped.
         compress = self.compress or any(name and name.endswith(".gz") for name in names)
         writer = self.new_writer(context, Names(*names, compress))
         self._session = Session(writer, further)

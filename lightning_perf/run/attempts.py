@@ -212,7 +212,7 @@ class AttemptLog:
         return self._measured
 
     def _attempt(self, run: Trained, status: str) -> Attempt:
-        """This attempt so far. Its times are those of a clock that nobody sets."""
+        """This attempt so far. Its times are those of a monotonic clock."""
         with self._looking:
             counters, validating = run.progress.stages["train"], run.stages.validating
             saving, within = map(sub, self._saving_seconds(run), self._saving_began)
@@ -303,7 +303,7 @@ def _beat(log: AttemptLog, reference: weakref.ref[Trained]) -> None:
 
 
 def _lives(attempt: Attempt) -> bool:
-    """Whether the process of an attempt still trains, as far as this machine can tell."""
+    """Whether the process of an attempt is another one of this machine, and still trains."""
     elsewhere = attempt.pid == os.getpid() or attempt.host != platform.node()
     if attempt.status != RUNNING or elsewhere:
         return False

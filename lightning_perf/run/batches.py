@@ -100,7 +100,7 @@ class Sums(NamedTuple):
     flops_uncounted_batches: int = 0
 
     def plus(self, record: BatchRecord, seconds: float) -> Sums:
-        """These totals and a batch, which counts with so many seconds."""
+        """These totals and a batch, which counts with ``seconds``."""
         samples, tokens, cost = record.samples, record.tokens, record.cost
         skipped = cost is None and samples == 0  # by Lightning
         flops = (

@@ -53,14 +53,14 @@ class RunContext(Run):
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         super().__init__(trainer, module)
-        #: The trainer's callbacks before the run, and those that stand among them during it.
+        #: The trainer's callbacks before the run, and those that are added for the run.
         self.given: list[Any] = []
         self.added: list[Any] = []
         self._live = LiveSummary()
         # Counts samples and tokens, from the first stage on.
         self._counter: BatchCounter | None = None
         self._loop: compat.TrainingLoop  # read anew in each stage: modules may change it late
-        # A report is due every so many batches or steps.
+        # Batches or steps between two reports.
         self._every: float = inf
         #: Whether a report may be due after the last batch.
         self.report_possible = False

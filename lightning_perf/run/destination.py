@@ -61,7 +61,7 @@ class Generated:
 
     name: str
     identity: str
-    #: Whether a line has said where its files are.
+    #: Whether it was printed where its files are.
     announced: bool = False
 
 
@@ -75,7 +75,7 @@ def named_run() -> str:
 
 
 def announce(trainer: Trainer) -> bool:
-    """Whether a line has to say where the files of a generated name are: once per name."""
+    """Whether to print where the files of a generated name are: once per name."""
     run = _GENERATED.get(trainer)
     first = run is None or not run.announced
     if run is not None:
@@ -206,7 +206,7 @@ class Reporting:
             target.log_params({"lightning_perf": text})
 
     def close(self, file_timeout: float, timeout: float) -> None:
-        """Wait at most so many seconds for files and uploads; warn about metrics not sent.
+        """Wait for files and uploads up to their timeouts, in seconds; warn about metrics not sent.
 
         A signal ends the waiting.
         """

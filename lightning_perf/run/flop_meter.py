@@ -64,7 +64,7 @@ _UNTRACKED = (
     "lightning_perf: the FLOPs of %s are not counted: MFU is a lower bound. Register them with "
     "lightning_perf.extend.flop_formula."
 )
-#: The relative standard error of a mean of FLOPs above which a message says so.
+#: The relative standard error of a mean of FLOPs above which a message reports it.
 _MOST_ERROR = 0.025
 _RANDOM = (
     "lightning_perf: batches of equal shape differ at random: MFU is a mean of counted ones, about "
@@ -181,7 +181,7 @@ class FlopMeter:
                 self._steps.wrap(self._trainer.strategy, "optimizer_step", steps)
 
     def close(self) -> None:
-        """Stop counting and restore the strategy; say once if the FLOPs are known roughly."""
+        """Stop counting and restore the strategy; report once if the FLOPs are known roughly."""
         self._stage = ""
         self._stop_counting()
         self._steps.restore()
@@ -408,7 +408,7 @@ class FlopMeter:
         return self._stage == "train" and self.module.automatic_optimization
 
     def _store(self, counts: Counts, runs: int) -> None:
-        """Keep what was counted of a batch whose step, or closures, ran so often."""
+        """Store the counts of a batch whose step, or closures, ran ``runs`` times."""
         assert self._cache is not None  # found before the batch was counted
         cache = self._cache
         if COMPILED in counts.untracked_names and not self._calls_compiled:
@@ -546,7 +546,7 @@ class _Counting:
         )
 
     def counts(self, begun: int, automatic: bool) -> Counts:
-        """What was counted, of a step that began so often."""
+        """The counts of a batch whose step ran ``begun`` times."""
         if not isinstance(self._source, Counts):
             return self._source.counts
         if automatic:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from lightning_perf.run.run import Run
 
-#: The folder below the run's; the file whose time asks all ranks for theirs; and the report.
+#: The folder below that of the run; the file whose time requests all states; and the report.
 FOLDER, _ASKED, REPORT = "hang", ".asked", "report.md"
 #: Data loader workers in a message to other ranks.
 _MOST_SENT = 5

@@ -42,9 +42,9 @@ def restore_unused(attributes: dict[str, Any]) -> None:
 
 
 class _Hooks(Callback):
-    """Stands among the callbacks of a Trainer during a run: a copy has no hooks."""
+    """Is among the callbacks of a Trainer during a run: a copy has no hooks."""
 
-    #: A plain attribute, because Lightning asks for it at every hook.
+    #: A plain attribute, because Lightning reads it at every hook.
     state_key = ""
 
     def __init__(self, run: RunContext) -> None:

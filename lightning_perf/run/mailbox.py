@@ -37,7 +37,7 @@ class Mailbox:
         self._others: dict[int, tuple[tuple[str, int], int]] = {}
         self._socket: socket.socket | None = None
         self._main = _LOCAL
-        #: What `connect` needs to know of this rank: its key, address and port.
+        #: The key, address and port of this rank, for `connect` on the others.
         self.address = [0, 0, 0]
         with suppress(OSError, KeyError):
             host = _LOCAL
@@ -58,7 +58,7 @@ class Mailbox:
         for other, (key, host, port) in enumerate(addresses):
             if other != rank and port:
                 address = IPv4Address(int(host))
-                # The node of rank 0 may know itself by a loopback address only.
+                # The node of rank 0 may resolve its own name to a loopback address.
                 found = self._main if address.is_loopback else str(address)
                 self._others[other] = ((found, int(port)), int(key))
 

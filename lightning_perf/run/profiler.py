@@ -38,7 +38,7 @@ class Spans:
         #: Records times once they are required.
         self.recorder: SpanRecorder | None = None
         self._patches = PatchSet()
-        # Lightning's default, and what stands in its place.
+        # Lightning's default, and what replaces it.
         self._default, self._ours = self._trainer.profiler, SpanProfiler()
         if type(self._default) is PassThroughProfiler:
             self._trainer.profiler = self._ours

@@ -1,4 +1,4 @@
-"""A run as its callbacks and profilers see it: facts, and what they may ask for."""
+"""A run as its callbacks and profilers see it: its state, and the services that it offers."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ _PROGRESS: WeakKeyDictionary[Trainer, Progress] = WeakKeyDictionary()
 
 
 class Run:
-    """A run, as its callbacks and profilers see it: facts, and what they may ask of it.
+    """A run, as its callbacks and profilers see it: its state, and the services that it offers.
 
-    Facts change as the run goes on. Methods are called on the training thread. ``docs/windows.md``
-    lists what callbacks use; all other attributes are parts of the run, which only `run/` uses.
+    The state changes while the run continues. Methods are called on the training thread.
+    ``docs/windows.md`` lists what callbacks use; only `run/` uses all other attributes.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -137,7 +137,7 @@ class Run:
 
     @property
     def moment(self) -> Moment:
-        """The moment before the next batch, which schedules are asked about."""
+        """The moment before the next batch, from which schedules decide."""
         return self.stages.moment
 
     @property
@@ -220,7 +220,7 @@ class Run:
         self.reporting.log(metrics, step)
 
     def refresh_summary(self) -> None:
-        """Write the summary and the page as they are now; on any thread, while training stands."""
+        """Write the summary and the page as they are now; on any thread, while training hangs."""
         raise NotImplementedError
 
     def note_summary(self) -> None:

@@ -114,7 +114,7 @@ def hang_summary(context: Run) -> None:
 
 
 def _sections(context: Run) -> dict[str, Any]:
-    """What callbacks have found so far; any thread may ask."""
+    """The verdicts and hangs so far; for any thread."""
     verdicts = [v.as_dict() for part in context.members for v in getattr(part, "verdicts", ())]
     hangs = [dict(hang) for part in context.members for hang in getattr(part, "hangs", ())]
     return {"verdicts": verdicts} | ({"hangs": hangs} if hangs else {})

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _SIGNALS: tuple[int, ...] = signal.SIGINT, signal.SIGTERM
-#: Signals that ask for an end: those, and a timer, which Windows does not have.
+#: Signals that request an end: those, and SIGALRM, which Windows does not have.
 _URGENT = {*_SIGNALS, getattr(signal, "SIGALRM", signal.SIGINT)}
 # Signals that are held back.
 _came: list[int] = []

@@ -107,7 +107,7 @@ class Watchdog:
             run.on_close(partial(self._watch_end, run))
 
     def _watch_end(self, run: Run) -> None:
-        """From the end of the run on, only say where modules and loggers hang at their own end."""
+        """After the end of the run, report modules and loggers that hang in their own teardown."""
         patches, ended, main = PatchSet(), Event(), get_ident()
 
         def end() -> AbstractContextManager[None]:
@@ -120,7 +120,7 @@ class Watchdog:
             while time.monotonic() < began + limit:
                 has_ended = ended.wait(min(1.0, limit))
                 running = (frame.f_code.co_name for frame in compat.frames_of(main))
-                # An exception may have ended it: nobody calls the last function then.
+                # After an exception, Lightning does not call the last function.
                 if has_ended or compat.TEARDOWN not in running:
                     return
             text = Stacks.own()

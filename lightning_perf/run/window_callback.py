@@ -28,7 +28,7 @@ class ReportTrigger:
     """
 
     def __init__(self, schedule: Schedule | None) -> None:
-        # Without a schedule, nothing but Lightning's logging asks for a report.
+        # Without a schedule, reports follow Lightning's logging alone.
         self._scheduled = schedule is not None
         self._schedule = Never() if schedule is None else schedule
         self._shared = self._wanted = False

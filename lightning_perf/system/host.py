@@ -97,7 +97,8 @@ class Processes:
         self._first: WeakKeyDictionary[psutil.Process, int] = WeakKeyDictionary()
         self._start = 0.0
         self._peak = 0.0
-        #: CPU seconds of all of them so far, when they were read, and whether they are to be anew.
+        #: CPU seconds of all of them so far, when they were read, and whether the next reading
+        #: replaces them in any case.
         self._spent, self._read, self._anew = inf, 0.0, True
         self._listed, self._until = 0, 0.0
 

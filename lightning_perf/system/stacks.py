@@ -38,7 +38,7 @@ _SIGEV_THREAD_ID = 4
 
 
 class Stacks:
-    """Lets other threads, and C code that holds the GIL, not hide what this process does.
+    """Gives access to the stacks of this process, also while C code holds the GIL.
 
     On Linux, this process and the children that it forks write their stacks to a file in memory
     when they get a real-time signal that nobody uses. The kernel sends it, too, if the thread that
@@ -60,7 +60,7 @@ class Stacks:
             self._timer = _Timer(number, thread)
 
     def arm(self, seconds: float) -> None:
-        """Write the stacks in so many seconds, unless this is called again before."""
+        """Write the stacks after some seconds, unless this is called again before."""
         if self._timer is not None:
             self._handle_again()
             self._start = os.fstat(self._file).st_size
@@ -163,7 +163,7 @@ class _Timer:
             raise OSError("the kernel has no such timer")
 
     def set(self, seconds: float) -> None:
-        """Send it after so many seconds; replaces the earlier time."""
+        """Send the signal after some seconds; this replaces the earlier time."""
         whole = int(seconds)
         once = (ctypes.c_long * 4)(0, 0, whole, int(1e9 * (seconds - whole)) or 1)
         self._libc.timer_settime(self._id, 0, once, None)
@@ -257,7 +257,7 @@ def native_stacks(pid: int, stop: threading.Event | None = None) -> str:
 
 
 def state_of(pid: int) -> str:
-    """What the system says of a process, such as "stopped" or "sleeping"; "gone" without one."""
+    """The state of a process, such as "stopped" or "sleeping"; "gone" if there is none."""
     import psutil
 
     try:
@@ -279,7 +279,7 @@ class Dump(NamedTuple):
     """The stacks of another process, or why there are none."""
 
     pid: int
-    #: What the system says of it.
+    #: As `state_of` returns it.
     state: str
     text: str
 

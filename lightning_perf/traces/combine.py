@@ -37,7 +37,7 @@ _MOST_NAMED = 8
 
 @dataclass(eq=False)
 class RankTrace:
-    """One rank's file, and what it says about itself."""
+    """One rank's file, and its metadata."""
 
     rank: int
     path: Path
@@ -78,7 +78,7 @@ def find_window(folder: Path, window: str | None = None) -> list[RankTrace]:
 
 
 def read_head(trace: RankTrace) -> None:
-    """Read what a trace says about itself, some of it after its events."""
+    """Read the metadata of a trace, some of which comes after its events."""
     with _damage_named(trace.path):
         deque(stream(trace.path, trace.head), maxlen=0)
         trace.head["world_size"] = int(trace.head.get("world_size", 0))

@@ -20,8 +20,8 @@ Event = dict[str, Any]
 _CHUNK = 1 << 20
 #: Characters of the longest event; a file with a longer one is damaged or no trace.
 _MOST_CHARACTERS = 1 << 22
-#: A gzipped file may have this many bytes, and so many times its own. Of traces it is 10 to 30
-#: times; of a file that was made to fill a memory or a disk, up to 1000.
+#: A gzipped file may unpack to this many bytes, or to this multiple of its size if that is more.
+#: Traces unpack to 10 to 30 times their size, and files made to fill a memory or a disk to 1000.
 _UNPACKED, _RATIO = 1 << 24, 200
 #: The keys beside the events that are used; VizTracer's others hold all source files.
 _HEAD = (

@@ -169,7 +169,7 @@ def _hang(summary: Summary) -> str:
 
 
 def _times(status: str, seconds: float, seen: float, devices: int) -> dict[str, Any]:
-    """State and device hours of a run that took so many seconds until its last sign of life."""
+    """State and device hours of a run, from its seconds until its last sign of life."""
     seen = min(max(seen, 0.0), now := _now())
     silence = now - seen if status == RUNNING else 0.0
     silent = silence > SILENT
@@ -182,7 +182,7 @@ def _times(status: str, seconds: float, seen: float, devices: int) -> dict[str, 
 
 
 def _with(run: FleetRun, summary: Summary, patience: float = DEAD) -> FleetRun:
-    """A run with what its summary knows; one that hangs without a sign of life so long is lost."""
+    """A run with the figures of its summary; one that hangs and is silent for longer is lost."""
     rates = (main_stage(summary)[1].get("whole_run") or {}).get("throughput", {})
     known: dict[str, Any] = {"lost_share": run.lost_share, "mfu": rates.get("mfu", run.mfu)}
     if verdicts := summary.get("verdicts"):
@@ -285,7 +285,7 @@ def _of_mlflow(run: Any) -> FleetRun:
 
 
 def _refined(client: MlflowClient, found: FleetRun) -> FleetRun:
-    """A run with what its summary knows, if it has uploaded one."""
+    """A run with the figures of its summary, if it has uploaded one."""
     path = found.source.data.tags.get(SUMMARY_TAG, "")
     if path and is_trusted(client, found.source):
         with suppress(Exception):  # its files may be gone, and MLflow raises many kinds of errors

@@ -1,4 +1,4 @@
-"""Tells a function or a URL of the user's at once what somebody should look at."""
+"""Sends events, such as critical verdicts, to a function or a URL of the user at once."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ def _from_metrics(client: MlflowClient, run: Any) -> Summary:
 
 
 def setup_of(run: Any) -> dict[str, Any]:
-    """The set-up of a run of MLflow, as far as its param tells."""
+    """The set-up of a run of MLflow, as far as its param contains it."""
     with suppress(ValueError, AttributeError):  # the user's own param
         known = parsed(run.data.params.get("lightning_perf", "{}"))
         return {key: known[key] for key in _SETUP if isinstance(known.get(key), _SETUP[key])}

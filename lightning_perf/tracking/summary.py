@@ -210,7 +210,7 @@ def main_stage(summary: Summary) -> tuple[str, dict[str, Any]]:
 
 
 def standing_hang(summary: Summary) -> Mapping[str, Any] | None:
-    """Return the hang of a run that stands still, as `summary.json` has it."""
+    """Return the present hang of a run, as `summary.json` has it; None if it does not hang."""
     hangs = summary.get("hangs") or [{"ended": ""}]
     return None if summary["status"] != RUNNING or "ended" in hangs[-1] else hangs[-1]
 
