@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from inspect import signature
 from math import inf
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
@@ -42,7 +42,7 @@ from lightning_perf.flops.operators import (
 from lightning_perf.patches import MethodPatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Set
+    from collections.abc import Iterable, Iterator
 
     #: The dictionary of a module, and a name in it.
     Place = tuple[dict[str, Any], str]
@@ -329,7 +329,8 @@ class Wrapped:
         for address, formula in EXTERNAL.items():
             with suppress(Exception):  # of another version of the package
                 self._wrap(address, formula)
-        self._places = _PLACES.of(self._functions)
+        found = frozenset(self._functions)
+        self._places = _places(len(sys.modules), found) if found else []
         self._known = {*sys.modules} if self._functions else set()
         for space, name in self._places:
             ours = self._functions.get(id(space.get(name)))
@@ -410,29 +411,14 @@ def _names_in(modules: Iterable[str]) -> Iterator[Place]:
             yield from ((vars(module), name) for name in [*vars(module)])
 
 
-class _Places:
-    """The names under which modules have functions, searched again after an import.
+@lru_cache(maxsize=1)
+def _places(imported: int, functions: frozenset[int]) -> list[Place]:  # noqa: ARG001 (of the cache)
+    """The names under which modules have functions, by their identities.
 
-    Reading all names of all modules takes 100 ms.
+    Cached until the number of imported modules changes: reading all names takes 100 ms.
     """
-
-    def __init__(self) -> None:
-        self._of: tuple[int, Set[int]] = 0, frozenset()
-        self._found: list[Place] = []
-
-    def of(self, functions: Mapping[int, _Counted]) -> list[Place]:
-        """The places of functions by their identities."""
-        now = len(sys.modules), functions.keys()
-        if functions and self._of != now:
-            names = _names_in(sys.modules)
-            self._found = [
-                (space, name) for space, name in names if id(space.get(name)) in functions
-            ]
-            self._of = len(sys.modules), frozenset(functions)
-        return self._found if functions else []
-
-
-_PLACES = _Places()
+    names = _names_in(sys.modules)
+    return [(space, name) for space, name in names if id(space.get(name)) in functions]
 
 
 def _record(
