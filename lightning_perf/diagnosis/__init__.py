@@ -21,7 +21,6 @@ from lightning_perf.diagnosis.rules import (
     Unclaimed,
     Verdict,
     costs,
-    judge,
     loading,
     machine,
     ranks,
@@ -47,7 +46,6 @@ __all__ = [
     "Unknown",
     "Verdict",
     "diagnose",
-    "judge",
 ]
 
 #: When a rank is a straggler, also in `Timings`.

@@ -25,12 +25,12 @@ _INFO = 1 / 3
 _NOISE = 0.9
 #: A share of this many times the threshold, and of ``CRITICAL``, is critical.
 _CRITICAL_RATIO, CRITICAL = 2.0, 0.2
-#: What follows from other measurements keeps at least this part of its seconds, or it is another's.
+#: An inferred cause keeps at least this part of its seconds; otherwise other verdicts explain it.
 _KEPT = 0.5
 #: In advice: the time per batch that it gives, instead of the present one.
 PROMISE = "{promise}"
 SEVERITIES = ("info", "warning", "critical")
-#: What actions are called in texts if their name is that of Lightning's code.
+#: Names of actions in texts, by those in Lightning's code.
 _CALLED = {
     FETCH: "the training DataLoader",
     "iter": "the iterator of the training DataLoader",
@@ -168,7 +168,7 @@ class Claim(NamedTuple):
     seconds: Numbers
     #: As of the `Impact`.
     contended: bool
-    #: Of the run's wall time, without and with the waiting for a CPU that has a verdict of its own.
+    #: The share of the wall time, without and with waiting for a CPU, which has its own verdict.
     share: float
     whole: float
 
@@ -242,18 +242,13 @@ class Unclaimed:
 
 
 def judge(
-    code: str,
-    threshold: float,
-    signals: Signals,
-    impact: Impact,
-    unclaimed: Unclaimed | None = None,
+    code: str, threshold: float, signals: Signals, impact: Impact, unclaimed: Unclaimed
 ) -> Iterable[Verdict]:
     """The verdict on an impact, if it is large enough and certain enough.
 
     ``threshold`` is the share of the wall time that is worth a warning. What other verdicts claim
     does not count.
     """
-    unclaimed = unclaimed or Unclaimed(signals)
     start = 0 if impact.whole_run else signals.start
     parts, wall = unclaimed.part(impact), signals.wall[start:]
     seconds = sum(parts.values(), signals.nothing)[start:]
@@ -301,7 +296,7 @@ def severity_of(share: float, certain: float, threshold: float, per_batch: float
 
 
 def called(name: str) -> str:
-    """What an action is called in texts."""
+    """The name of an action in texts."""
     return _CALLED.get(name, name)
 
 
