@@ -174,7 +174,7 @@ def printable(text: str) -> str:
 
 #: The user and the password of a URL. Passwords may have any unescaped character, so that one ends
 #: at the last ``@`` of the line or before the next URL: rather too much is removed than too little.
-#: One that was read from a file may end with a line break.
+#: A password that was read from a file may end with a line break.
 #: Digits after the colon are a port of a server, but never of a database.
 _USER = re.compile(
     r"((?<!http)(?<!https)://|://(?![^\s/?#@:]*:\d+(?:[/\s'\"),]|$)))"

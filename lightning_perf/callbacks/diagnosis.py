@@ -107,7 +107,7 @@ class Diagnosis(WindowCallback):
         self._findings = Findings()
         # The critical verdicts that were passed on.
         self._notified: set[tuple[object, ...]] = set()
-        # What the summary has at the end besides.
+        # Further sections of the summary at the end of the run.
         self._sections: dict[str, object] = {}
         # Collects the measurements of this run; and those of the latest diagnosis.
         self._collector: Collector | None = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 OTHER = "other"
-#: Of the categories of time: distinguishable for the colour-blind, and on light and dark pages.
+#: Colours of the categories of time, distinct for the colour-blind, and on light and dark pages.
 COLOURS = {
     "dataloader_next": "#db4e10",
     "to_device": "#f3bc00",

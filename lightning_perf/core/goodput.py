@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: The status of an attempt that reached the end of its training.
 FINISHED = "finished"
-#: What takes the rest of the time.
+#: The parts of the rest of the time.
 LOSSES = ("restarts", "repeated_steps", "setup", "validation", "checkpoints", "stalls", "other")
 #: Seconds without the end of a batch that are a stall.
 STALLED = 60.0
@@ -30,7 +30,7 @@ _MOST, _ROUNDING = 1e11, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one process contributed to a job: seconds, up to its last sign of life.
+    """The contribution of one process to a job: seconds, up to its last sign of life.
 
     Step seconds are those of the job: a resumed process continues from its checkpoint's.
     """

@@ -240,9 +240,9 @@ class Moment:
     timestamp: Timestamp
     #: Progress one batch earlier; equal to ``timestamp`` before the first batch.
     previous: Timestamp
-    #: Those of training; in other stages all are None.
+    #: The limits of training; in other stages all are None.
     limits: Limits = Limits()
-    #: Of this process, and the sizes of the run and the node.
+    #: The ranks of this process, and the sizes of the run and the node.
     ranks: Ranks = Ranks()
     #: As in the names of files.
     run_name: str = ""

@@ -26,7 +26,7 @@ _UNITS: dict[str, Callable[[float], str]] = {
     "watts": lambda value: f"{value:.0f} W",
     "mhz": lambda value: f"{value:.0f} MHz",
 }
-#: What evidence is called in texts, beside its name in JSON.
+#: Labels of evidence in texts, by its name in JSON.
 _EVIDENCE = {
     "wait_seconds": "waiting for a batch",
     "step_seconds": "time per batch",

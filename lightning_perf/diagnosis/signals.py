@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GC, COMPILE = "gc", "compile"
 #: Time in which the training thread was ready to run but had no CPU.
 WAITING = Action(QUEUE, "", "waiting")
-#: Its CPU time.
+#: The CPU time of the training thread.
 RUNNING = Action(QUEUE, "", "running")
 #: Categories of a batch's own work.
 COMPUTE = ("forward", "backward", "optimizer_step")
@@ -134,7 +134,7 @@ class Signals:
         0
     """
 
-    #: Of training, in order; the first one includes the warm-up.
+    #: The windows of training, in order; the first one includes the warm-up.
     windows: Sequence[Window]
     #: Seconds of the latest batches, in order; NaN for the first one and where they are unknown.
     steps: Numbers = field(default_factory=lambda: np.empty(0))

@@ -24,7 +24,7 @@ class Work(NamedTuple):
     """FLOPs of one call of an operator."""
 
     flops: int
-    #: Of these, the FLOPs of pairs that a causal mask hides.
+    #: The part of them that is of pairs that a causal mask hides.
     hidden: int = 0
 
 
@@ -59,7 +59,7 @@ def _seen(queries: int, keys: int, first: int) -> int:
 
 def visible(call: Mapping[str, Any], heads_first: bool) -> Visible:
     """The mask of a call, by the names of its arguments in torch, flash-attn and xformers."""
-    # Of torch's memory-efficient attention: causal from the top left, or from the bottom right.
+    # In torch's memory-efficient attention: 1 is causal from the top left, 2 from the bottom right.
     kind = call.get("custom_mask_type") or 0
     causal = bool(call.get("is_causal") or call.get("causal") or kind)
     sizes = call.get("window_size")

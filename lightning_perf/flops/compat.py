@@ -28,8 +28,8 @@ _RECOMPUTING = frozenset(["backward", "recompute_fn", "unpack_hook"])
 #: The function of torch.autograd that starts each backward.
 RUN = "_engine_run_backward"
 _AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
-#: Of each backward that runs under a counter, the innermost last: whether it will be differentiated
-#: (``create_graph=True``).
+#: Whether each backward that runs under a counter will be differentiated (``create_graph=True``):
+#: the innermost one is last.
 _DIFFERENTIATED: list[bool] = []
 
 
@@ -110,7 +110,7 @@ def leave(mode: object) -> None:
         _python_dispatch._pop_mode()
 
 
-#: What splits an operator into its parts; all or none of it is used.
+#: Names of torch that split an operator into its parts; all or none of them are used.
 _DISPATCHER = (
     "DispatchKey", "DispatchKeySet", "_ExcludeDispatchKeyGuard", "_RestorePythonTLSSnapshot",
     "_after_ADInplaceOrView_keyset", "_dispatch_has_kernel_for_dispatch_key", "_dispatch_keys",
@@ -203,7 +203,7 @@ class _Backward(MethodPatch):
 
 
 class Patches:
-    """What is replaced of torch while any thread is inside of a mode of this kind.
+    """Patches of torch while any thread is inside of a mode of this kind.
 
     ``Tensor.__new__``, so that counted code can construct tensors of its own classes, which torch
     refuses under a mode; the function that starts each backward; and what ``wrap`` wraps, until

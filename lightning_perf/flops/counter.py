@@ -63,7 +63,7 @@ class Counts:
     tracked_operations: int = 0
     #: Calls of operators with unknown FLOPs, by name.
     untracked_names: Mapping[str, int] = field(default_factory=dict)
-    #: Of the model's, FLOPs of attention that causal masks hide, by dtype.
+    #: FLOPs of attention in ``model`` that causal masks hide, by dtype.
     hidden: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -108,10 +108,10 @@ def weighted(parts: Iterable[tuple[float, Counts]]) -> Counts:
 
 
 class Progress(NamedTuple):
-    """What was counted until now."""
+    """The counts until now."""
 
     flops: int
-    #: Of all calls, FLOPs whose backward autograd runs by operators of its own.
+    #: FLOPs of calls whose backward autograd runs by operators of its own.
     differentiable: int
     #: Calls whose FLOPs are not known yet.
     later: int
@@ -160,7 +160,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def progress(self) -> Progress:
-        """What was counted so far; only in a recomputation, what is recomputed too."""
+        """The counts so far; in a recomputation, those that include recomputed FLOPs."""
         counted = self._hardware if is_recomputation() else self._model
         return Progress(sum(counted.values()), self._differentiable, len(self._later))
 

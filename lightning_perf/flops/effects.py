@@ -38,7 +38,7 @@ _SKIPPED = {
 #: The step changes a copy of modules, and no fake tensor gets into others. Modules of Python have
 #: variables that code names.
 _LEFT = (Tensor, nn.Module, ModuleType)
-#: What a step would advance for good.
+#: Objects that a step would advance for good.
 _ADVANCED = (Iterator, IOBase)
 #: How the state of a random number generator is read and set, by its class.
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
@@ -85,8 +85,8 @@ def _code_of(module: nn.Module) -> Iterator[object]:
 
 
 def _undo_of(code: Iterable[object]) -> Iterator[Undo]:
-    """What undoes later changes of all that is reachable from classes and functions."""
-    # With whether the object is the user's.
+    """Functions that undo later changes of all that classes and functions refer to."""
+    # Objects, and whether each is the user's.
     waiting: list[tuple[Any, bool]] = [(each, False) for each in code]
     seen = set[int]()
     while waiting:
@@ -130,7 +130,7 @@ def _is_own(package: str) -> bool:
 
 
 def _code(value: Any, own: bool) -> tuple[Sequence[Undo], Iterable[object]] | None:
-    """What undoes changes of a function, a class or what wraps one, and what it refers to.
+    """Functions that undo changes of a function, a class or a wrapper, and what it refers to.
 
     None for other values.
     """

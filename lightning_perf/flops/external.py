@@ -56,7 +56,7 @@ Call = Mapping[str, Any]
 
 
 def _te_products(call: Call) -> tuple[int, int]:
-    """Of Transformer Engine: each weight once per token, and both gradients if they are needed."""
+    """Transformer Engine: each weight once per token, and both gradients if they are needed."""
     module, x = call["self"], call["inp"]
     weights = [own for own in module.parameters(recurse=False) if own.dim() == 2]
     shared = getattr(module, "num_gemms", 1)  # each token has one of these weights
@@ -66,7 +66,7 @@ def _te_products(call: Call) -> tuple[int, int]:
 
 
 def _te_attention(call: Call) -> Work:
-    """Of Transformer Engine: tensors of the layout ``qkv_format``, such as ``sbhd``."""
+    """Transformer Engine: tensors of the layout ``qkv_format``, such as ``sbhd``."""
 
     def option(name: str) -> Any:
         return call.get(name) or getattr(call["self"], name, None)
@@ -140,7 +140,7 @@ EXTERNAL: dict[str, ByName | Callable[..., Any] | None] = {
     **_named("fla.ops.simple_gla", "chunk_simple_gla", _linear_attention),
     **_named("flash_attn.cute.interface", "flash_attn_func flash_attn_varlen_func", _attention),
 }
-#: What a call of can be counted; other callables have more than their call.
+#: Types whose calls can be counted; other callables have more than their call.
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 #: Words in the names of Triton kernels, between underscores: of those with products ...
 _HEAVY_KERNEL = re.compile(
@@ -240,7 +240,7 @@ def _address(target: Any) -> str:
 
 
 def _find(address: str) -> tuple[Any, str, Any]:
-    """What has a function, its name there, and the function: ``forward`` of a module."""
+    """The owner of a function, its name there, and the function: ``forward`` of a module."""
     module, _, path = address.partition(":")
     owner: Any = None
     found: Any = sys.modules[module]
@@ -255,7 +255,7 @@ def _find(address: str) -> tuple[Any, str, Any]:
 
 
 def _holders(function: Any) -> list[str]:
-    """What else than modules has a function, as far as calls probably come from there."""
+    """Types of objects other than modules that hold a function, and probably call it."""
     found: set[str] = set()
     for each in gc.get_referrers(function):
         if isinstance(each, dict):  # but the names in a module, and keys
@@ -477,7 +477,7 @@ class _Backward:
 
     def __init__(self, counter: Any, dtype: str, work: Work) -> None:
         self._counter, self._dtype, self._work = counter, dtype, work
-        # What torch has seen and what was added, by backward.
+        # FLOPs that torch has seen, and work that was added, by backward.
         self._seen: dict[int, float] = {}
         self._added: dict[int, Work] = {}
 

@@ -53,8 +53,8 @@ _PATIENCE, _GAIN = 2, 1.02
 # Lowest plausible rate of all cores relative to single cores: clocks drop under load, and two
 # hardware threads share a core.
 _SHARED = 0.5
-# What is kept of CPUs: measurements per setting, settings, bytes, and plausible FLOP/s. The largest
-# one is trusted if another one is within this factor.
+# Limits of the file of CPU peaks: measurements per setting, settings, bytes, and plausible FLOP/s.
+# The largest measurement is trusted if another one is within the last factor.
 _KEPT, _MOST_SETTINGS, _MOST_KEPT_BYTES, _LEAST, _MOST, _CONFIRMED = 3, 100, 1 << 16, 1e8, 1e15, 4.0
 # FLOP/s per core that every CPU exceeds.
 _MIN_PER_CORE = 1e8

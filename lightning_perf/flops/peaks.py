@@ -220,7 +220,7 @@ def resolve_peak(
         return known
     measured = measure_peak(device, dtype_name)
     if device.type == "cpu":
-        # What measurements must have in common, for their best to be that of each.
+        # Measurements with these in common have one peak: the best of them.
         shared = f"{processes} processes of {torch.get_num_threads()} threads, {dtype_name}"
         setting = f"{device_name(device)}, {usable_cpus()} usable CPUs, {shared}"
         measured = best_peak(setting, measured)
@@ -246,7 +246,7 @@ def _known_peak(device: torch.device, dtype_name: str) -> Peak | None:
 
 @dataclass(frozen=True, slots=True)
 class BatchCost:
-    """What one batch costs one rank."""
+    """The cost of one batch on one rank."""
 
     tracked_operations: int = 0
     untracked_operations: int = 0
@@ -288,9 +288,9 @@ class PeakResolver:
         base = precision.removesuffix("-mixed").removesuffix("-true")
         #: The dtype of the operands of matrix products, by the precision.
         self.dtype = _DTYPES.get(base, _FP8 if base.startswith("transformer-engine") else "float32")
-        # That of most of the work that was counted last.
+        # The dtype of most of the work that was counted last.
         self._counted = self.dtype
-        #: What the user gave, and by which argument; a CPU is measured.
+        #: The peak that the user gave, and its argument; a CPU is measured.
         self._given: float | str | None = "measure" if device.type == "cpu" else None
         self._given_as = ""
         self._peaks: dict[str, Peak | None] = {}

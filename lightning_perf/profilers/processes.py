@@ -113,7 +113,7 @@ class Files:
 class RecordsChildren(Profiler):
     """A profiler that can record child processes, too."""
 
-    #: Of the run.
+    #: The recorder of child processes, during a run that records them.
     _children: Children | None = None
 
     @override

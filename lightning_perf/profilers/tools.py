@@ -61,7 +61,7 @@ def signature_of(profiler: type) -> Signature:
     return Signature(sorted(parameters, key=attrgetter("kind")))
 
 
-#: What Lightning's profilers call our options.
+#: Names of our options in Lightning's profilers.
 _OTHERS = {"dirpath": "folder"}
 
 

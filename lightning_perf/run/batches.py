@@ -92,7 +92,7 @@ class Sums(NamedTuple):
     flops_ideal_seconds: float = 0.0
     flops_hardware_ideal_seconds: float = 0.0
     flops_causal_ideal_seconds: float = 0.0
-    #: Of batches with known FLOPs, and of skipped ones.
+    #: Seconds of batches with known FLOPs, and of skipped ones.
     flops_seconds: float = 0.0
     flops_batches: int = 0
     batch_uncounted_samples: int = 0
@@ -115,7 +115,7 @@ class Sums(NamedTuple):
         return Sums(*map(add, self, (seconds, 1, samples or 0, tokens or 0, *flops, *unknown)))
 
     def since(self, earlier: Sums) -> Sums:
-        """What was added since then."""
+        """The increase since earlier totals."""
         return Sums(*map(sub, self, earlier))
 
     def shared(self, ranks: int) -> Sums:
@@ -126,7 +126,7 @@ class Sums(NamedTuple):
 
 #: The columns of `Sums`.
 TIMED = tuple(name.replace("_", "/", 1) for name in Sums._fields)
-#: Of the last batch with known FLOPs, whatever its time.
+#: Columns of the last batch with known FLOPs, timed or not.
 LAST = ("flops/tracked_operations", "flops/untracked_operations")
 #: Running totals of all batches with known FLOPs.
 KNOWN = ("flops/known_batches", "flops/known", "flops/known_ideal_seconds")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-# What works with a Trainer of either package.
+# These work with a Trainer of either package.
 Callback = pl.Callback
 PassThroughProfiler = pl.profilers.PassThroughProfiler
 rank_zero_info = pl.utilities.rank_zero_info
@@ -50,7 +50,7 @@ NO_CLOSURE = getattr(pl.core.optimizer, "do_nothing_closure", None)
 _RUN = "_run_stage"
 #: The function of Lightning that ends a run: its own callbacks, then the module and loggers.
 TEARDOWN = "_call_teardown_hook"
-#: What switches torch's flight recorder on; restart counters of SLURM and torchrun.
+#: Environment variables: of torch's flight recorder, and restart counters of SLURM and torchrun.
 _RECORDERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RESTARTS = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 
@@ -507,7 +507,7 @@ def training_queues(trainer: Trainer) -> list[Queue]:
             waiting = 0
             with suppress(NotImplementedError):  # macOS does not count
                 waiting = sum(each.qsize() for each in queues)
-            # What came before its turn is no longer in a queue.
+            # Batches that arrived before their turn are no longer in a queue.
             loaded = waiting + sum(len(each) > 1 for each in tasks.values())
             is_empty = not waiting and len(tasks.get(iterator._rcvd_idx, ())) < 2
             found.append(Queue(workers, size, is_empty, loaded >= size - workers))

@@ -65,7 +65,7 @@ class Generated:
     announced: bool = False
 
 
-#: Of the last run of each Trainer.
+#: The generated name of the last run of each Trainer.
 _GENERATED: WeakKeyDictionary[Trainer, Generated] = WeakKeyDictionary()
 
 

@@ -75,7 +75,7 @@ class Run:
         self.reporting = Reporting(trainer, self.worker, self.file_worker)
         #: The run's name in files and reports, the same on every rank.
         self.run_name = self.reporting.run_name
-        # What the meter holds must not keep the run alive, because the strategy is patched.
+        # The meter holds no reference to the run: the patched strategy would keep it alive.
         self.meter = FlopMeter(trainer, module)
         timer = DeviceTimer() if clocked(trainer.strategy.root_device) else None
         self.stages = StageStack(self.progress, self.ranks, self.run_name, timer)
@@ -87,7 +87,7 @@ class Run:
         self.processes: dict[int, int] = {}
         #: Messages to the other ranks; None without any.
         self.mail: Mailbox | None = None
-        #: Of this run of this process alone, the same on every rank.
+        #: Identifies this run of this process; the same on every rank.
         self.serial = os.urandom(6).hex()
         self.windows.sources = self._sources()
         self.require_flops, self.require_times = self.meter.require, self.spans.require
@@ -110,7 +110,7 @@ class Run:
         #: The clock in hertz at which the device's peak holds, if it is known.
         self.peak_clock = self.meter.peaks.clock
         self._started = monotonic()
-        #: What this process leaves for those that resume the training.
+        #: The file of this process for later ones that resume the training.
         self.attempt = AttemptLog()
 
     # -- facts ------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Run:
         tags = self.reporting.tags
         # A trial run has no loggers.
         read_tags = tags.read if tags is not None else dict if trainer.fast_dev_run else None
-        # Of the Trainer, because callbacks join one after the other.
+        # Read from the Trainer, because callbacks join the run one after the other.
         reachable = {code for each in trainer.callbacks for code in getattr(each, "reaches", ())}
         return Context(self.ranks, self.limits, read_tags, self.reached, reachable)
 

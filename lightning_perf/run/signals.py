@@ -55,7 +55,7 @@ _MEMORY = {
 }
 #: All names that `cuda_memory` returns.
 CUDA_MEMORY = (*_MEMORY, "alloc_retries")
-#: Of the processes of a node.
+#: Columns of memory of a node's processes.
 HOST_MEMORY = ("rss", "peak_rss", "rss_level")
 _NOTHING = (0.0, 0.0)
 #: Columns of a GPU: its number, its sensors, and their seconds.
@@ -199,7 +199,7 @@ def _gpu_options(trainer: Trainer, ranks: Ranks) -> dict[str, Any]:
     # torch calls AMD devices "cuda" too, but NVML does not support them.
     if trainer.strategy.root_device.type != "cuda" or torch.version.hip is not None:
         return {"visible": None, "ranks": 0}
-    # Those that torch sees, after CUDA_VISIBLE_DEVICES.
+    # The GPUs that torch sees, as CUDA_VISIBLE_DEVICES selects them.
     numbers = range(torch.cuda.device_count())
     visible = [str(torch.cuda.get_device_properties(number).uuid) for number in numbers]
     return {"visible": visible, "ranks": ranks.local_world_size}

@@ -197,7 +197,7 @@ class _Watch:
         # The entry of the present hang, and the states that it is about.
         self._entry: dict[str, Any] | None = None
         self._states: Sequence[RankState] = ()
-        # What follows the report of a hang; and whether there was a report.
+        # Adds to the stacks after the report of a hang; and whether there was a report.
         self._further: _Further | None = None
         self._keeps = False
         # The reports of earlier hangs of this run, and the stacks that were saved with them.

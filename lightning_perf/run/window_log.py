@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MOST, _MOST_NUMBERS, _FEWEST = 100, 4_000_000, 16
 #: Named actions in the table at most.
 _MOST_ACTIONS = 20
-#: Of timed batches: columns and their names in the table; means over ranks, but for two.
+#: Columns of timed batches, and their names in the table: means over ranks, but `_SUMMED`.
 _TIMED = {
     "batch/count": "timed_batches",
     "batch/seconds": "timed_seconds",

@@ -37,7 +37,7 @@ class Context:
     read_tags: Callable[[], Mapping[str, str]] | None = dict
     #: Codes and severities of verdicts of the diagnosis, appended as they are reached.
     reached: Sequence[str] = ()
-    #: Those that may be reached: none without a diagnosis. None if they are not known.
+    #: The codes and severities that may be reached: none without a diagnosis; None if unknown.
     reachable: Collection[str] | None = None
     #: Returns monotonic time in seconds.
     clock: Callable[[], float] = time.monotonic

@@ -249,7 +249,7 @@ class OnVerdict(Trigger):
             raise ConfigError("codes", self.codes, problem, json.dumps(near))
 
 
-#: What processes have open and handle, on Linux.
+#: The files and signals of processes, on Linux.
 PROC = Path("/proc")
 #: The signal of `OnSignal` by default. Windows has no signal for users, but Ctrl+Break.
 USUAL = "SIGUSR2" if "SIGUSR2" in signal.Signals.__members__ else "SIGBREAK"

@@ -45,9 +45,9 @@ class Action(NamedTuple):
     name: str
 
     def category_in(self, stage: str) -> str:
-        """Its category in the view of a stage.
+        """The category of this action in the view of a stage.
 
-        In training's, validation inside of it is one category, apart from its checkpoints.
+        In the view of training, validation inside of it is one category, except its checkpoints.
         """
         within = stage == "train" and self.stage == "validate"
         return "validation" if within and self.category != "checkpoint" else self.category
@@ -106,7 +106,7 @@ class Totals:
     train_batch: float = 0.0
     #: Seconds on the device, between CUDA events; ``calls`` is the number of batches.
     device: Mapping[Action, Cost] = field(default_factory=dict)
-    #: What is part of others, such as collections.
+    #: Costs that are part of other actions, such as garbage collections.
     further: Mapping[Action, Cost] = field(default_factory=dict)
 
     def __sub__(self, earlier: Totals) -> Totals:

@@ -34,7 +34,7 @@ _LATEST = 9e15
 #: NaN and Infinity, which no other reader of JSON takes, become null.
 _DECODER = json.JSONDecoder(parse_constant=lambda _: None)
 _SPACE = re.compile(r"[\s,]*")
-#: What a value is skipped by: quotes, brackets, and pairs of a backslash and a character.
+#: What ends a skipped value: quotes and brackets; and escapes, which do not.
 _MARK = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 

@@ -49,7 +49,7 @@ class Kind(IntEnum):
 
     OPERATOR = 0
     ANNOTATION = 1
-    #: Of a device's interface, such as CUDA's.
+    #: A function of a device's interface, such as CUDA's.
     CALL = 2
     #: A Python function.
     FRAME = 3
@@ -233,7 +233,7 @@ class Operator:
     name: str
     calls: int
     cpu_seconds: float
-    #: Of the kernels that it launched.
+    #: The device time of the kernels that it launched.
     device_seconds: float
 
 

@@ -212,7 +212,7 @@ class UploadQueue:
         self._lock = threading.RLock()
         # Both oldest first. Traces are identified by their raw file: paths may be reused.
         self._unsent: dict[Path, Trace] = {}
-        # Each with whether it is whole.
+        # Whether each one is whole, by its path.
         self._prunable: dict[Path, bool] = {}
 
     @property

@@ -117,7 +117,7 @@ class RunFolder:
         names = [run_name] if identity is None else [run_name, distinct_name(run_name, identity)]
         self._identity, self._names = identity or "", names
         self._folders = [Path(root, pattern.render(run_values(name, ranks))) for name in names]
-        # Those of rank 0, so that all ranks mark the same folder: the part up to the run's name.
+        # All ranks mark the same folder: the part of rank 0's path up to the run's name.
         leader = replace(ranks, global_rank=0, local_rank=0, node_rank=0)
         leading = [Path(root, pattern.render(run_values(name, leader))) for name in names]
         shared = os.path.commonpath([*leading])

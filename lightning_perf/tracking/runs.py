@@ -53,7 +53,7 @@ _MOST_COUNTED = 100
 SECONDS, _MOST_PAGES, _LEVELS, MOST_ENTRIES = 120.0, 100, 32, 20_000
 #: Bytes of memory with what a server answers: MLflow reads answers as a whole.
 MOST_MEMORY = 2 << 30
-#: What describes the set-up in a run's param, with its type.
+#: The keys of the set-up in a run's param, with their types.
 _SETUP = {
     "device": str, "world_size": int, "precision": str, "peak_flops": float, "peak_source": str,
 }  # fmt: skip
@@ -72,7 +72,7 @@ class Run:
     tracking_uri: str | None = None
     #: The run's page, below the address of MLflow's UI.
     page: str = ""
-    #: That others have its name.
+    #: A note if other runs have its name; otherwise empty.
     note: str = ""
     #: Which of its files is the page about it.
     report: str = ""
@@ -302,7 +302,7 @@ def all_of(search: Callable[..., Any]) -> Iterator[Any]:
 
 def _read(client: MlflowClient, run: Any) -> Run:
     paths = tuple(sorted(_paths(client, run.info.run_id))) if is_trusted(client, run) else ()
-    # What we have uploaded: the user may have added summaries of other runs, or files of that name.
+    # The tag names our own file: the user may have added summaries of other runs.
     own = run.data.tags.get(SUMMARY_TAG, "")
     found = downloaded(client, run, own) if own in paths else None
     root = without_credentials(run.info.artifact_uri or "").removeprefix("file://").rstrip("/")

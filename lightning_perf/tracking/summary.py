@@ -60,7 +60,7 @@ RATES = {
 }  # fmt: skip
 
 
-#: Those that are bounds if FLOPs of some kernels are not counted.
+#: The rates that are bounds if FLOPs of some kernels are not counted.
 _OF_FLOPS = ("mfu", "flops_per_sec_per_device")
 
 
@@ -259,7 +259,7 @@ def _facts(summary: Summary, stage: str, whole: Mapping[str, Any]) -> Iterator[t
         yield "devices", f"{setup.get('world_size', 1)} x {setup['device']}{precision}"
     if "peak_flops" in setup:
         source = setup.get("peak_source", "")
-        # That of the mix of dtypes, which MFU uses.
+        # MFU uses the peak for the mix of dtypes.
         peak = float(whole.get("peak_flops", setup["peak_flops"]))
         yield "peak", f"{peak / 1e12:.3g} TFLOP/s per device ({source})"
     if names := setup.get("flops_not_counted"):
@@ -421,7 +421,7 @@ def description(summary: Summary) -> str:
     return "\n".join([*lines, "", _OURS])
 
 
-#: What Markdown obeys; an underscore within a word is plain.
+#: Characters of Markdown's syntax; an underscore within a word is plain.
 _MARKUP = re.compile(r"[\\`*|\[\]]|(?<![^\W_])_|_(?![^\W_])")
 
 

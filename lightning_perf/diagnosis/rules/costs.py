@@ -49,14 +49,14 @@ def transfer_bound(signals: Signals) -> Iterable[Impact]:
 
 
 class _Hooks(NamedTuple):
-    """What one class does that takes time, the most costly first: one method, or all of them."""
+    """The methods of one class that take time, the most costly first: one of them, or all."""
 
     owner: str
     #: Seconds by method, without the windows of the warm-up.
     costs: Mapping[Action, float]
     #: Calls of the most costly one.
     calls: float
-    #: What takes how long, as in a sentence.
+    #: Which method takes how long, as the start of a sentence.
     takes: str
     #: Without advice.
     impact: Impact

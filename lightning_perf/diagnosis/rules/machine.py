@@ -26,7 +26,7 @@ class Growth(NamedTuple):
     """The growth of memory that is worth a verdict."""
 
     least_bytes: float
-    #: Of its level.
+    #: The least growth, as a share of the level of the memory.
     share: float
     #: Seconds until the memory is full that are critical.
     soon: float
@@ -52,7 +52,7 @@ def host_memory_growth(signals: Signals, least: Growth) -> Iterable[Verdict]:
     # A node is sampled at intervals: several short windows have the same sample.
     fresh = np.append(True, np.diff(sizes) != 0)[: len(sizes)]
     times, sizes, recordings = times[fresh], sizes[fresh], recordings[fresh]
-    # What our own profilers keep is not the training's, nor what they free or write afterwards.
+    # Leave out what our own profilers allocate, and what they free or write afterwards.
     grown, earlier = np.diff(sizes), np.append(recordings[:1], recordings)[: len(sizes) - 1]
     grown[recordings[1:] > earlier] = 0.0
     sizes = sizes[:1] + np.append(0.0, np.cumsum(grown))[: len(sizes)]
