@@ -73,12 +73,13 @@ def three_digits(value: float) -> str:
     """A number with three significant digits, never as a power of ten.
 
     Example:
-        >>> three_digits(1234.5), three_digits(0.01234), three_digits(12.0)
-        ('1,234', '0.0123', '12.0')
+        >>> three_digits(1234.5), three_digits(0.01234), three_digits(9.9999)
+        ('1,234', '0.0123', '10.0')
     """
     if not value:
         return "0"
-    return f"{value:,.{max(2 - floor(log10(abs(value))), 0)}f}"
+    rounded = float(f"{abs(value):.2e}")  # 9.9999 has two digits before the point
+    return f"{value:,.{max(2 - floor(log10(rounded)), 0)}f}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Lightning's words for stages in the names of hooks.
 _WORDS = {"train": "train", "validate": "validation", "test": "test", "predict": "predict"}
 #: Lightning's hooks per batch, which are most of what a callback costs: it skips what is None.
-_PER_BATCH = [
+PER_BATCH = [
     "on_before_zero_grad",
     "on_before_backward",
     "on_after_backward",
@@ -29,14 +29,14 @@ _PER_BATCH = [
 
 def skip_unused(callback: Callback) -> None:
     """Let Lightning skip the hooks per batch that neither the class nor the object defines."""
-    for name in _PER_BATCH:
+    for name in PER_BATCH:
         if getattr(getattr(callback, name), "__func__", None) is getattr(Callback, name):
             setattr(callback, name, None)
 
 
 def restore_unused(attributes: dict[str, Any]) -> None:
     """Undo `skip_unused` in the attributes of a callback, or in a copy of them."""
-    for name in _PER_BATCH:
+    for name in PER_BATCH:
         if name in attributes and attributes[name] is None:
             del attributes[name]
 

@@ -13,15 +13,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 _SIGNALS: tuple[int, ...] = signal.SIGINT, signal.SIGTERM
-#: Signals that request an end: those, and SIGALRM, which Windows does not have.
-_URGENT = {*_SIGNALS, getattr(signal, "SIGALRM", signal.SIGINT)}
+#: Windows has none.
+_ALARM = getattr(signal, "SIGALRM", None)
 # Signals that are held back.
 _came: list[int] = []
 
 
 def hurried() -> bool:
-    """Whether a signal waits for the end of the run, which then waits for nothing itself."""
-    return not _URGENT.isdisjoint(_came)
+    """Whether a signal waits for the end of the run, which then waits for nothing itself.
+
+    SIGALRM is a time limit, unless its timer is periodic.
+    """
+    if _ALARM in _came and not signal.getitimer(signal.ITIMER_REAL)[1]:
+        return True
+    return any(number in _SIGNALS for number in _came)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from lightning_perf.errors import describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
 from lightning_perf.run.hang_files import REPORT, HangFiles, stacks_file
+from lightning_perf.run.hooks import PER_BATCH
 from lightning_perf.system.stacks import (
     Stacks,
     children_of,
@@ -521,7 +522,7 @@ def _clock_time(ago: float) -> str:
 def _is_rare(name: str) -> bool:
     """Whether an action is a hook that is not called per batch, such as ``on_train_epoch_end``."""
     hook = name.rpartition(".")[2]
-    return hook.startswith("on_") and "batch" not in hook
+    return hook.startswith("on_") and "batch" not in hook and hook not in PER_BATCH
 
 
 def _abort(run: Run, until: Callable[[], bool]) -> None:

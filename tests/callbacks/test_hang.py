@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -34,7 +35,7 @@ from helpers.users import process_of_another_user
 
 from lightning_perf import ConfigError, Hang, PerfWarning, SystemMetrics, Timings
 from lightning_perf.run.context import current_run
-from lightning_perf.run.watchdog import _Watch
+from lightning_perf.run.watchdog import _is_rare, _Watch
 from lightning_perf.system import stacks
 from lightning_perf.system.stacks import PROC, dump_of, stacks_of
 from lightning_perf.tracking.summary import read_summary
@@ -573,6 +574,21 @@ def test_a_validation_leaves_the_limit_of_the_batches_after_it(tmp_path: Path) -
     options = {"val_check_interval": 2, "limit_train_batches": 6, "limit_val_batches": 1}
     trainer(tmp_path, Hang(), Looks(), logger=Records(), **options).fit(Small())
     assert ended == [False] * 6
+
+
+def test_hooks_that_every_batch_calls_have_the_limit_of_batches(tmp_path: Path) -> None:
+    """Those that a training calls less often have a longer one, as they may do more."""
+    calls: Counter[str] = Counter()
+
+    def counts(name: str) -> Any:
+        return lambda *_, **__: calls.update([name])
+
+    names = [name for name in dir(L.Callback) if name.startswith("on_")]
+    counting = type("Counting", (L.Callback,), {name: counts(name) for name in names})()
+    trainer(tmp_path, counting, max_epochs=2, limit_val_batches=8, logger=Records()).fit(Small())
+    often = {name for name, count in calls.items() if count >= 16}
+    assert {"on_before_optimizer_step", "on_validation_batch_end"} <= often
+    assert {name for name in calls if not _is_rare(f"[Callback]Counting.{name}")} == often
 
 
 @pytest.mark.slow

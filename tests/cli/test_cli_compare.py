@@ -148,10 +148,11 @@ def test_changes_are_shares_of_what_they_are_about(
     for name, label in (("sample", "time per sample"), ("batch", "time per batch"), *zip(
         ("forward", "backward"), ("forward", "backward"), strict=True
     )):  # fmt: skip
-        (row,) = (line for line in lines if line.startswith(f"{label} "))
+        rows = [line for line in lines if line.startswith(f"{label} ")]
         change = changes[name]["after"] - changes[name]["before"]
         share = change / whole.get(name, whole["batch"])
-        assert f" {share:+.1%} " in row
+        # Phases that hardly change have no row.
+        assert [f" {share:+.1%} " in row for row in rows] == [True] or abs(share) < 0.01
 
 
 def test_short_runs_have_no_verdict(leave: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,14 @@ from typing import Any
 
 import lightning as L
 import pytest
+from helpers.command import until
 from helpers.faults import Ended, ForkServer, Planted, raises
 from helpers.small import Records, Small, trainer
 
 from lightning_perf import Diagnosis, Flops, PerfWarning, Profiler, always_on
 from lightning_perf.extend import Names, Recorded, Recording
+from lightning_perf.run import termination
+from lightning_perf.run.termination import hurried, signals_held
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.slow
@@ -213,6 +216,20 @@ def test_what_a_handler_raises_in_our_code_ends_the_training(
         with pytest.warns(PerfWarning, match="flops_per_batch failed .*the time is up"):
             run.fit(TimedOut())
         assert run.global_step == 16
+
+
+@pytest.mark.parametrize(("interval", "hurries"), [(0.0, True), (0.001, False)])
+def test_a_periodic_timer_is_no_request_to_end(interval: float, hurries: bool) -> None:
+    """A time limit is: then the end of a run waits for no files."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    try:
+        with signals_held():
+            signal.setitimer(signal.ITIMER_REAL, 0.001, interval)
+            until(lambda: signal.SIGALRM in termination._came)
+            assert hurried() == hurries
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Collects(Small):
