@@ -72,10 +72,14 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     waits = waits - drawing
     wait, workers = signals.per_batch(waits), 0 if loader is None else loader.num_workers
     sampler = signals.slowest(signals.samplers)
-    # While training waits for workers, a faster sampler would wait for them, too.
-    if sampler is not None and not (workers and wait > least.more * signals.step_seconds):
-        advice = f"Drawing indices takes {duration(signals.per_batch(drawing))} per batch. {_DRAWN}"
-        yield Impact(drawing, culprit=sampler.name, phase="dataloader_next", advice=advice)
+    if sampler is not None:
+        draws = signals.per_batch(drawing)
+        # The longer training waits for workers, the likelier a faster sampler waits for them, too.
+        certain = max(1 - wait / draws, 0.0) if workers and draws else 1.0
+        yield Impact(
+            drawing, culprit=sampler.name, phase="dataloader_next", certain=certain,
+            advice=f"Drawing indices takes {duration(draws)} per batch. {_DRAWN}",
+        )  # fmt: skip
     saves: float | None = None
     advised: int | None = None
     advice = (
