@@ -329,7 +329,8 @@ _LIBRARIES = re.compile(
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _WORKER, _WORKER_FILE = "_worker_loop", "/torch/utils/data/_utils/worker.py"
 _DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py")
-_COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/")
+#: Files of torch that are on the stack while it compiles, and not while compiled code runs.
+_COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 
 
 def threads_in(text: str) -> Iterator[tuple[int, list[Frame]]]:
@@ -397,4 +398,4 @@ def is_debugged(frames: Sequence[Frame]) -> bool:
 
 def compiles(frames: Sequence[Frame]) -> bool:
     """Whether the thread compiles code of torch."""
-    return any(part in each.file for each in frames for part in _COMPILERS)
+    return any(each.file.endswith(_COMPILERS) for each in frames)

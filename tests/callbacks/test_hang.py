@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import lightning as L
@@ -32,12 +33,13 @@ from helpers.fake_nvml import FakeGpu, install
 from helpers.hanging import Hangs, HangsElsewhere, Samples, TrainsAnother, line, training
 from helpers.small import RANKS, Records, Small, trainer
 from helpers.users import process_of_another_user
+from torch.utils.checkpoint import checkpoint
 
 from lightning_perf import ConfigError, Hang, PerfWarning, SystemMetrics, Timings
 from lightning_perf.run.context import current_run
 from lightning_perf.run.watchdog import _is_rare, _Watch
 from lightning_perf.system import stacks
-from lightning_perf.system.stacks import PROC, dump_of, stacks_of
+from lightning_perf.system.stacks import PROC, Frame, compiles, dump_of, stacks_of
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs signals of Linux")
@@ -589,6 +591,39 @@ def test_hooks_that_every_batch_calls_have_the_limit_of_batches(tmp_path: Path) 
     often = {name for name, count in calls.items() if count >= 16}
     assert {"on_before_optimizer_step", "on_validation_batch_end"} <= often
     assert {name for name in calls if not _is_rare(f"[Callback]Counting.{name}")} == often
+
+
+def test_only_compiling_has_the_limit_of_compilations() -> None:
+    """Compiled modules, checkpointing and custom operators run within torch's compiler, too."""
+    seen: dict[str, bool] = {}
+
+    def look(name: str) -> None:
+        frames = (frame for frame, _ in walk_stack(None))
+        seen[name] = compiles([Frame(f.f_code.co_filename, 0, f.f_code.co_name) for f in frames])
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        look("backend")
+        return graph
+
+    @torch.compiler.disable
+    def disabled(x: torch.Tensor) -> torch.Tensor:
+        look("compiled")
+        return x * 2
+
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        look("checkpointed")
+        return x * 2
+
+    @torch.library.custom_op("lightning_perf_tests::looks", mutates_args=())
+    def custom(x: torch.Tensor) -> torch.Tensor:
+        look("custom")
+        return x * 2
+
+    torch.compile(lambda x: disabled(x + 1) + 1, backend=backend)(torch.ones(2))
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(checkpointed, x, use_reentrant=False).sum().backward()
+    custom(torch.ones(2))
+    assert seen == {"backend": True, "compiled": False, "checkpointed": False, "custom": False}
 
 
 @pytest.mark.slow
