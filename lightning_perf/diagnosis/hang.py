@@ -75,6 +75,8 @@ class RankState:
         if not self.stage:
             return "set-up or the end"
         within = f"{self.stage}, " if self.stage != "train" else ""
+        if self.category and self.name.startswith(f"{self.category} "):  # "checkpoint writing"
+            return f"{within}{self.name}"
         named = f" {self.name}" if self.category in _NAMED else ""
         return f"{within}{self.category or 'a batch'}{named}"
 

@@ -80,6 +80,15 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
 }
 
 
+def test_a_span_that_has_the_name_of_its_category_is_named_once() -> None:
+    """Others follow their category."""
+    phases = [
+        RankState(0, stage="train", category=category, name=name).phase
+        for category, name in (("checkpoint", "checkpoint writing (M)"), ("other", "M.on_fit_end"))
+    ]
+    assert phases == ["checkpoint writing (M)", "other M.on_fit_end"]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_culprit_is_the_rank_that_the_others_wait_for(case: str) -> None:
     """Ranks that wait in a collective are not, but for one that is ahead."""
