@@ -204,7 +204,7 @@ def test_what_a_handler_raises_in_our_code_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_handler: bool
 ) -> None:
     """It is no failure of ours. An error of the property itself is, and does not end it."""
-    run = trainer(tmp_path, Flops(peak_flops=1e9))
+    run = trainer(tmp_path, Flops(peak_flops=1e12))
     if with_handler:
         before = signal.signal(signal.SIGALRM, limit)
         with pytest.raises(TimeoutError, match="the time is up"):

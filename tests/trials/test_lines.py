@@ -99,8 +99,9 @@ class Begins(Callback):
 
 
 def simple(values: dict[str, Any]) -> dict[str, Any]:
-    """The values that can be compared."""
-    return {k: v for k, v in values.items() if isinstance(v, str | int | float | tuple | None)}
+    """The values that can be compared, without those that Lightning may record of constructors."""
+    kinds = str | int | float | tuple | None
+    return {k: v for k, v in values.items() if isinstance(v, kinds) and not k.startswith("__pl_")}
 
 
 def state_of(trainer: Any, module: Any) -> dict[str, Any]:
