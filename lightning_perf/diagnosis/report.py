@@ -110,7 +110,8 @@ def cost_text(verdict: Verdict) -> str:
         how = "as advised" if "advised_step_seconds" in verdict.evidence else "without it"
         # In evidence, beside advice whose effect depends on what other programs do.
         bound = "at least " if how == "as advised" and "foreign_percent" in verdict.evidence else ""
-        parts.append(f"{bound}{verdict.predicted_speedup:.2f}x faster {how}")
+        faster = f"{bound}{verdict.predicted_speedup:.2f}x faster {how}"
+        parts.append("which is over" if verdict.predicted_speedup == 1 else faster)
     return ", ".join(parts)
 
 

@@ -51,6 +51,10 @@ FULL = 90.0
 _RARE = 0.9
 #: Steps of the optimizer per stall, up to which the steps are the stalls.
 _STEPS_PER_STALL = 2
+#: If more than this share of stalls follow another one at once, they are slow batches in series.
+_IN_SERIES = 0.8
+#: If waiting for batches may be this share of the time of stalls, they are stalls of workers.
+_WAITED = 0.8
 #: The minimum of further windows for the first one to be dropped as warm-up.
 _FEWEST_WINDOWS = 2
 
@@ -204,23 +208,32 @@ class Signals:
             return None
         return np.array([window.total(name) for window in self.windows])
 
-    def average(self, name: str, latest: bool = False) -> float | None:
+    def average(
+        self, name: str, latest: bool = False, among: NDArray[np.bool_] | None = None
+    ) -> float | None:
         """The mean of a sensor over the run, or its ``latest`` window; None if it was not sampled.
 
-        Its seconds are in ``NAME/seconds``; the sensors of a GPU share theirs.
+        Or ``among`` some windows. Its seconds are in ``NAME/seconds``; the sensors of a GPU share
+        theirs.
         """
         values, seconds = self.column(name), self.column(f"{name}/seconds")
         if seconds is None:
             seconds = self.column(f"{name.rpartition('/')[0]}/seconds")
-        if values is None or seconds is None or not seconds.sum() > 0:
+        if values is None or seconds is None:
             return None
-        windows = np.flatnonzero(seconds > 0)[-1:] if latest else slice(None)
-        return float(values[windows].sum() / seconds[windows].sum())
+        sampled = seconds > 0 if among is None else among & (seconds > 0)
+        windows = np.flatnonzero(sampled)[-1:] if latest else np.flatnonzero(sampled)
+        return float(values[windows].sum() / seconds[windows].sum()) if len(windows) else None
 
     @cached_property
     def foreign(self) -> float | None:
         """Percent of the CPUs that other programs use; None if unknown."""
-        use, own = (self.average(f"system/{name}") for name in ("cpu_util_simple", "process_cpu"))
+        return self.foreign_among(None)
+
+    def foreign_among(self, windows: NDArray[np.bool_] | None) -> float | None:
+        """The same among some windows."""
+        sensors = ("system/cpu_util_simple", "system/process_cpu")
+        use, own = (self.average(name, among=windows) for name in sensors)
         if use is None or own is None:
             return None
         return max(use - own / max(self.setup.cpus, 1), 0.0)
@@ -432,6 +445,23 @@ class Signals:
         excess = np.bincount(window, weights=stalls.excess, minlength=len(ends)).astype(float)
         excess -= self._rare(len(stalls.positions))
         return stalls, np.maximum(excess, 0.0)
+
+    @cached_property
+    def series(self) -> float | None:
+        """Seconds per batch of a series of slow batches, beyond the usual ones; None without one.
+
+        Workers that are too slow deliver one batch each at the same time: the wait for all of them
+        is in one batch.
+        """
+        stalls, excess = self.stalls
+        gaps, loader = np.diff(stalls.positions), self.setup.loader
+        workers = 0 if loader is None else loader.num_workers
+        waited = np.minimum(self.waits, excess).sum() >= _WAITED * excess.sum()
+        together = gaps <= (max(workers, 1) if waited else 1)
+        if not len(gaps) or np.mean(together) <= _IN_SERIES:
+            return None
+        # Each of the series has as many batches after its last stall as between two of them.
+        return float(stalls.excess.sum() / (np.mean(gaps[together]) * len(stalls.positions)))
 
     def _rare(self, stalls: int) -> Numbers:
         """Seconds per window of named events that do not occur in each batch.

@@ -228,6 +228,61 @@ def test_a_cause_planted_in_the_module_is_found(
     assert culprit in (None, found.culprit)
 
 
+class SlowAtTimes(Model):
+    """Items of some epochs, or of some batches of each, take longer."""
+
+    def __init__(self, slow: Callable[[int, int], bool]) -> None:
+        super().__init__()
+        self.slow, self.slept = slow, 0
+
+    def train_dataloader(self) -> Any:
+        module = self
+
+        class Items(Data):
+            def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+                if module.slow(module.current_epoch, index):
+                    module.slept += 1
+                    CLOCK.sleep(4 * NAP)
+                return super().__getitem__(index)
+
+        return DataLoader(Items())
+
+
+@pytest.mark.parametrize(
+    ("slow", "epochs", "stretch"),
+    [
+        pytest.param(lambda epoch, _: epoch == 0, 3, "epoch 0", id="first of 3"),
+        pytest.param(lambda epoch, _: epoch == 0, 8, "epoch 0", id="first of 8"),
+        pytest.param(lambda epoch, _: epoch == 3, 6, "epoch 3", id="fourth"),
+        pytest.param(
+            lambda epoch, index: epoch == 0 and index < 20, 2, "batches 1 to 19", id="first 20"
+        ),
+        pytest.param(
+            lambda epoch, index: epoch == 1 and 13 <= index < 27, 3, "batches 53 to 66", id="hiccup"
+        ),
+        pytest.param(lambda epoch, _: epoch == 4, 5, None, id="last"),
+        pytest.param(lambda epoch, _: epoch % 2 == 0, 5, None, id="alternate"),
+        pytest.param(lambda _, index: index < 8, 5, None, id="first of each"),
+        pytest.param(lambda *_: True, 3, None, id="all"),
+    ],
+)
+def test_slow_loading_has_its_share_whenever_it_was(
+    tmp_path: Path, slow: Callable[[int, int], bool], epochs: int, stretch: str | None
+) -> None:
+    """One stretch that is over is named, with nothing to gain; otherwise advice is on workers."""
+    model = SlowAtTimes(slow)
+    options = {"max_epochs": epochs, "log_every_n_steps": 10}
+    verdicts = diagnose(tmp_path, model, **options).verdicts
+    share = 4 * NAP * model.slept / (epochs * 40 * STEP + 4 * NAP * model.slept)
+    loading = [each for each in verdicts if each.code in ("input-bound", "epoch-restart")]
+    assert sum(each.share for each in loading) == pytest.approx(share, rel=0.1)
+    (found,) = (each for each in loading if each.code == "input-bound")
+    assert (found.severity != "info", found.culprit) == (True, "train_dataloader_next")
+    assert found.share > 0.8 * share
+    assert (f"Only {stretch} waited" in found.advice) == (stretch is not None)
+    assert (found.predicted_speedup == 1) == (stretch is not None)
+
+
 def test_stalls_of_counted_batches_are_stalls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

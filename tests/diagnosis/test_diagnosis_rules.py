@@ -318,7 +318,10 @@ NEIGHBOURS: dict[str, list[Signals]] = {
         # One epoch starts slowly in any case.
         signals_of(
             {**FINE, "dataloader_next": window(0, seconds=1.0)},
-            named={Action("train", "dataloader_next", "first fetch"): rarely(1.0, 0)},
+            named={
+                Action("train", "dataloader_next", "first fetch"): rarely(1.0, 0),
+                FETCHES: every(0.0),
+            },
         ),
         # First fetches that take as long as other fetches.
         signals_of(
@@ -811,6 +814,35 @@ def test_bursts_of_slow_batches_have_no_period() -> None:
     assert "at irregular intervals" in found["periodic-stall"].advice
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_workers_that_deliver_together_are_no_stalls(workers: int) -> None:
+    """One batch waits for all of them, so that slow ones have distances."""
+    slow = steps(*range(workers, STEPS, workers), extra=0.05 * workers)
+    signals = signals_of(
+        {**FINE, "dataloader_next": 0.05}, steps=slow,
+        setup=Setup(loader=Loader(num_workers=workers)),
+    )  # fmt: skip
+    (found,) = diagnose(signals).verdicts
+    assert (found.code, found.share) == ("input-bound", pytest.approx(0.5))
+
+
+@pytest.mark.parametrize(("foreign", "severity"), [((90, 90), "warning"), ((90, 5), "info")])
+def test_other_programs_explain_slow_loading_only_while_they_run(
+    foreign: tuple[float, float], severity: str
+) -> None:
+    """Those that use the CPUs all the time do not make workers slow for a part of it."""
+    use = [foreign[number >= 3] + 8.0 for number in range(WINDOWS)]
+    columns = {"system/cpu_util_simple": use, "system/process_cpu": [8.0] * WINDOWS}
+    columns |= {f"{name}/seconds": [1.0] * WINDOWS for name in columns}
+    signals = signals_of(
+        {**FINE, "dataloader_next": [0.1] * 3 + [0.0] * 9},
+        columns=columns, setup=Setup(loader=Loader(num_workers=2)),
+    )  # fmt: skip
+    (found,) = (each for each in diagnose(signals).verdicts if each.code == "input-bound")
+    assert (found.severity, found.share) == (severity, pytest.approx(1 / 3))
+    assert headline(found).endswith("which is over")
+
+
 @pytest.mark.parametrize(
     ("loader", "cpus", "advice", "step"),
     [
@@ -1058,11 +1090,14 @@ def assert_one_number_per_cause(verdict: Verdict) -> None:
         each = evidence["seconds_per_batch"]
         expected = severity_of(share, certain, threshold, each)
         limits = {"warmup": "warning", "periodic-stall": verdict.severity}
+        if speedup == 1:
+            limits = {verdict.code: "warning"}
         assert verdict.severity in (expected, limits.get(verdict.code))
         least = {"critical": max(0.18, threshold), "warning": threshold, "info": threshold / 3}
         assert share >= least[verdict.severity]
         assert f"{share:.0%} of the time, " in headline(verdict)
-        assert f" {speedup:.2f}x faster" in headline(verdict)
+        faster = "which is over" if speedup == 1 else f"{speedup:.2f}x faster"
+        assert f" {faster}" in headline(verdict)
         assert f"{duration(each)} per batch" in evidence_text(verdict)
     if "advised_step_seconds" in evidence:
         step = evidence["advised_step_seconds"]

@@ -57,7 +57,8 @@ class Verdict:
     share: float = 0.0
     #: Wall time now divided by wall time with the advice followed, if the evidence has
     #: ``advised_step_seconds``, and otherwise without the cause, the maximum: ``1 / (1 - share)``,
-    #: or with the waiting for a CPU within the cause, ``1 / (1 - with_waiting_share)``.
+    #: or with the waiting for a CPU within the cause, ``1 / (1 - with_waiting_share)``. 1 if the
+    #: cause is over.
     predicted_speedup: float = 0.0
     #: ``Class.hook``, ``Class.method`` or another name.
     culprit: str | None = None
@@ -111,7 +112,8 @@ class Impact:
     evidence: Mapping[str, float | str] = field(default_factory=dict)
     #: May contain `PROMISE` if ``saves`` is given.
     advice: str = ""
-    #: The fraction of the seconds that the advice saves; None if it is unknown.
+    #: The fraction of the seconds that the advice saves; None if it is unknown, 0 if the cause is
+    #: over.
     saves: float | None = None
     #: Whether the first window, which holds the warm-up, counts.
     whole_run: bool = False
@@ -276,7 +278,7 @@ def judge(
         evidence["with_waiting_share"] = claim.whole
     saves, advice = 1.0 if impact.saves is None else impact.saves, impact.advice
     speedup = 1 / (1 - min(claim.whole * saves, 0.99))
-    if impact.saves is not None:
+    if impact.saves:
         now = signals.step_seconds
         evidence["advised_step_seconds"] = now / speedup
         promise = f"{duration(now / speedup)} per batch instead of {duration(now)}"

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import PROMISE, Impact, without_none
+from lightning_perf.diagnosis.rules import LEAST, PROMISE, Impact, without_none
 from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING, SAMPLER
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from numpy.typing import NDArray
+
     from lightning_perf.diagnosis.signals import Loader, Setup, Signals
+    from lightning_perf.diagnosis.stats import Numbers
 
 #: The cost of a worker per batch: the transfer to the main process.
 _HANDOVER = 0.5e-3
@@ -28,6 +31,13 @@ _START = 0.04
 _ALL_BUSY, _CROWDED = 0.87, 0.74
 #: Batches that a worker loads ahead, by default.
 _AHEAD = 2
+#: The part of the windows that wait least, whose wait is the usual one: fewer than are slow.
+_USUAL = 0.25
+#: Windows are slow from this part of the level of slow ones on.
+_SLOW = 0.4
+#: One stretch has this part of the waits of slow windows, and it is over after this part of its
+#: batches.
+_ONE, _OVER = 0.7, 0.5
 _DRAWN = (
     "The sampler runs in the main process, where DataLoader workers do not hide it: make it "
     "faster, or let it iterate over indices that were prepared before."
@@ -62,14 +72,104 @@ class Workers(NamedTuple):
     named: float
 
 
+class _Slow(NamedTuple):
+    """Stretches of a run in which a batch is waited for three times as long as usual."""
+
+    #: The windows of each.
+    stretches: list[NDArray[np.intp]]
+    #: The wait for a batch usually, and beyond it in a slow one.
+    usual: float
+    longer: float
+    #: Seconds in each window beyond the usual ones.
+    excess: Numbers
+
+    def passed(self, signals: Signals) -> tuple[NDArray[np.intp], Numbers] | None:
+        """The windows and the excess of the one stretch, if it is over; None otherwise."""
+        number = np.arange(len(self.excess))
+        # The windows in which it begins and ends may be slow for a small part.
+        parts = [
+            np.where((number >= each[0] - 1) & (number <= each[-1] + 1), self.excess, 0.0)
+            for each in self.stretches
+        ]
+        windows, part = max(zip(self.stretches, parts, strict=True), key=lambda pair: pair[1].sum())
+        batches, later = signals.counts[windows].sum(), signals.counts[windows[-1] + 1 :].sum()
+        slow = self.excess[np.concatenate(self.stretches)].sum()
+        if part.sum() < _ONE * slow or later < max(_OVER * batches, 1.0):
+            return None
+        return windows, part
+
+
+def _slow(signals: Signals, waits: Numbers) -> _Slow | None:
+    """Slow stretches of some waits; None if all windows wait about alike."""
+    measured = signals.counts > 0
+    each = waits / np.maximum(signals.counts, 1.0)
+    usual = float(np.quantile(each[measured], _USUAL, method="lower"))
+    longer = np.where(measured, np.maximum(each - usual, 0.0), 0.0)
+    excess = longer * signals.counts
+    # The mean of the lost time: a second of it is mostly in a batch that waits so long.
+    level = float((excess * longer).sum() / max(excess.sum(), 1e-12))
+    if level < max(LEAST, 2 * usual):
+        return None
+    slow = np.flatnonzero(longer > _SLOW * level)
+    stretches = np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1)
+    return _Slow(stretches, usual, level if signals.series is None else signals.series, excess)
+
+
+def _passed(signals: Signals, slow: _Slow, windows: NDArray[np.intp], seconds: Numbers) -> Impact:
+    """Training waited for data in some windows, and no longer does."""
+    loader, start = signals.setup.loader, signals.windows[0].first.batch
+    workers = 0 if loader is None else loader.num_workers
+    begin, end = signals.windows[windows[0]].first.batch, signals.windows[windows[-1]].last.batch
+    margin = float(signals.counts[windows[0]])
+    if signals.series is not None:
+        found = signals.stalls[0].positions + signals.dropped + start
+        found = found[(begin - margin <= found) & (found < end + margin)]
+        parts = np.split(found, np.flatnonzero(np.diff(found) > 2 * max(workers, 1)) + 1)
+        if len(longest := max(parts, key=len)):  # others are stalls
+            begin, end = int(longest[0]), int(longest[-1]) + 1
+            margin = 0.1 * (end - begin)
+    begins = windows[0] == 0
+    of_epoch = signals.setup.batches_per_epoch or 0
+    stretch = f"batches {begin} to {end - 1}"
+    if of_epoch >= 2 * margin and (begins or signals.series is not None):
+        epoch = round(begin / of_epoch)
+        if max(abs(begin - epoch * of_epoch), abs(end - (epoch + 1) * of_epoch)) <= margin:
+            stretch = f"epoch {epoch}"
+    advice = (
+        f"Only {stretch} waited for data, {duration(slow.usual + slow.longer)} per batch "
+        f"({duration(float(seconds.sum()))} in all), and others {duration(slow.usual)}. This is "
+        "over: later epochs gain nothing."
+    )
+    if begins:
+        advice += " A cache that fills does so; the share falls with the length of the run."
+        if loader is not None and not workers:
+            advice += " Workers can shorten it in a new run."
+    else:
+        advice += " Look for what used storage, the network or the CPUs then."
+    # What other programs use all the time does not make some batches slow.
+    within, apart = map(signals.foreign_among, (seconds > 0, seconds == 0))
+    more = 0.0 if within is None or apart is None else max(within - apart, 0.0) / 100
+    return Impact(
+        seconds, 1.0, FETCH, "dataloader_next", advice=advice, saves=0.0, whole_run=True,
+        evidence={"first_batch": float(begin), "last_batch": float(end - 1)},
+        certain=1 - more if workers else 1.0, highest="warning",
+    )  # fmt: skip
+
+
 def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     """Batches are not ready when training needs them, except stalls of single batches."""
     stalls, excess = signals.stalls
-    waits = signals.waits
-    if len(stalls.positions) and signals.phase_of(excess) == "dataloader_next":
+    waits, step = signals.waits, signals.step_seconds
+    single = len(stalls.positions) and signals.series is None
+    if single and signals.phase_of(excess) == "dataloader_next":
         waits = np.maximum(waits - excess, 0.0)
     drawing, loader = signals.drawn * waits, signals.setup.loader
     waits = waits - drawing
+    slow = _slow(signals, waits)
+    passed = None if slow is None else slow.passed(signals)
+    if slow is not None and passed is not None:
+        yield _passed(signals, slow, *passed)
+        waits, step, slow = waits - passed[1], step - signals.per_batch(passed[1]), None
     wait, workers = signals.per_batch(waits), 0 if loader is None else loader.num_workers
     sampler = signals.slowest(signals.samplers)
     if sampler is not None:
@@ -80,6 +180,8 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
             drawing, culprit=sampler.name, phase="dataloader_next", certain=certain,
             advice=f"Drawing indices takes {duration(draws)} per batch. {_DRAWN}",
         )  # fmt: skip
+    if slow is not None:  # what hides the loading of slow batches hides that of others
+        step, wait = step - wait + slow.usual + slow.longer, slow.usual + slow.longer
     saves: float | None = None
     advised: int | None = None
     advice = (
@@ -93,11 +195,11 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
             "main process, as an __iter__ around theirs. Time each of them alone."
         )
     elif loader is not None:
-        loading = _Loading(signals, loader, wait, least)
+        loading = _Loading(signals, loader, wait, step, least)
         advice, saves = loading.advice(), loading.saves
         advised = None if saves is None else loading.best
     evidence = without_none(
-        wait_seconds=wait, step_seconds=signals.step_seconds,
+        wait_seconds=wait, step_seconds=step,
         cpu_percent=signals.average("system/cpu_util_simple"),
         iowait_percent=signals.average("system/cpu_iowait"),
         num_workers=None if loader is None else workers,
@@ -106,8 +208,9 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     if (signals.foreign or 0.0) > least.named:
         evidence["foreign_percent"] = signals.foreign or 0.0
     yield Impact(
-        waits, culprit=FETCH, phase="dataloader_next", evidence=evidence, advice=advice,
-        saves=saves, certain=signals.cpus_left if workers else 1.0,
+        waits, None if slow is None else float(len(slow.stretches)), FETCH, "dataloader_next",
+        evidence=evidence, advice=advice, saves=saves, whole_run=slow is not None,
+        certain=signals.cpus_left if workers else 1.0,
     )  # fmt: skip
 
 
@@ -117,11 +220,13 @@ class _Loading:
     Workers load while training computes, as far as there are CPUs for both.
     """
 
-    def __init__(self, signals: Signals, loader: Loader, wait: float, limits: Workers) -> None:
+    def __init__(
+        self, signals: Signals, loader: Loader, wait: float, step: float, limits: Workers
+    ) -> None:
         setup, self._loader, self._wait, self._limits = signals.setup, loader, wait, limits
         self._setup, self._signals = setup, signals
         #: The time now, and without waiting for the batch.
-        self.step = signals.step_seconds
+        self.step = step
         self.rest = max(self.step - wait, 1e-6)
         # Workers that start, or that validation waits for, do not load batches of training.
         self._apart = signals.per_batch(signals.restarts.seconds + signals.category("validation"))

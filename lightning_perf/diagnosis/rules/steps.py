@@ -149,17 +149,14 @@ def gc_pauses(signals: Signals, named: float) -> Iterable[Impact]:
     )  # fmt: skip
 
 
-def periodic_stall(
-    signals: Signals, fewest: int, adjacent: float, alike: float
-) -> Iterable[Impact]:
+def periodic_stall(signals: Signals, fewest: int, alike: float) -> Iterable[Impact]:
     """Some batches take many times as long as the others, and no named event explains it.
 
-    If more than a share of them is ``adjacent``, they are a series of slow batches. They are
-    further optimizer steps if the numbers of both differ by a share ``alike`` at most.
+    They are further optimizer steps if the numbers of both differ by a share ``alike`` at most.
     """
     stalls, excess = signals.stalls
     count = len(stalls.positions)
-    if count < fewest or np.mean(np.diff(stalls.positions) == 1) > adjacent:
+    if count < fewest or signals.series is not None:
         return
     phase = signals.phase_of(excess)
     if phase in ("callbacks", "logging", "checkpoint"):
