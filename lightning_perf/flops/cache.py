@@ -36,9 +36,10 @@ _RECOUNTS, _MORE_RECOUNTS = 11, 31
 #: counts only. With manual optimization one batch often trains another network than the next one.
 _PAUSE = {True: 0, False: 16}
 #: Batches before one is counted to see whether costs have changed: at first and after a change, and
-#: at most, by manual optimization. They double after each one that shows no change. 61 batches from
-#: one to the next have no common divisor with the numbers of batches that cycles usually have.
-_CHECKED_AFTER, _CHECKED_EVERY = 40, {True: 60, False: 200}
+#: at most, by manual optimization. They double after each one that shows no change, up to a part of
+#: all batches: so many may have another cost unnoticed. 61 batches from one to the next have no
+#: common divisor with the numbers of batches that cycles usually have.
+_CHECKED_AFTER, _CHECKED_EVERY, _UNCHECKED = 40, {True: 60, False: 200}, 0.25
 #: Batches before one is checked whose costs differ at random: from one to the next there are 47, a
 #: prime. The counts that are kept at most, and those that must repeat in a cycle seen only once.
 _RANDOM_EVERY, _MOST_SAMPLES, _REPEATED = 46, 200, 10
@@ -83,9 +84,12 @@ class FlopCache:
     _changes: int = 0
     _at_epoch: bool = False
     _gap: int = _CHECKED_AFTER
-    # Batches so far, and those that were counted.
+    # Batches so far, those that were counted, and the last one that was.
     _batches: int = 0
     _counted: int = 0
+    _last: int = 0
+    # The size of the costs that are not known, of batches before a count that showed a change.
+    _unknown: int = 0
     # Batches before this epoch or validation.
     _before_epoch: int = 0
     # First batches of epochs that were counted since the last change.
@@ -122,7 +126,10 @@ class FlopCache:
         own = of_kind(signature, kind)
         known = self._samples.get(own)
         if known and not self._recounting and not self._expected(own, counts):
+            changed = abs(_size(counts) - _size(self.mean_of(own)))
+            self._unknown += changed * (self._batches - self._last - 1)
             self._forget()
+        self._last = self._batches
         if not self._samples:
             self._oldest = signature, own
         kept = True
@@ -186,13 +193,18 @@ class FlopCache:
 
     @property
     def error(self) -> float:
-        """The relative standard error of the mean that most batches have; 0 if it is exact."""
+        """The relative error of the sum of all costs; 0 if it is exact.
+
+        It is the standard error of the mean that most batches have, or what changes left unknown.
+        """
         # With manual optimization, a batch has the mean of its kind.
         keys = [key for key in self._samples if not (self.manual and key in self.counts)]
         key = max(keys, key=lambda one: len(self._samples[one]), default=None)
-        costs = [] if key is None or self._cycle(key) else [*map(_size, self._used(key))]
-        if len(costs) < _CHECKS[0] or _one_way(costs):
+        if key is None:
             return 0.0
+        costs = [] if self._cycle(key) else [*map(_size, self._used(key))]
+        if len(costs) < _CHECKS[0] or _one_way(costs):
+            return self._unknown / max(_size(self.mean_of(key)) * self._batches, 1)
         return float(np.std(costs, ddof=1) / np.mean(costs) / len(costs) ** 0.5)
 
     def missed(self, signature: Signature, kind: Hashable) -> None:
@@ -281,8 +293,9 @@ class FlopCache:
             return False
         if not self._due_later:
             self._changes *= self._at_epoch
-            most = _CHECKED_EVERY[self.manual]
-            self._gap = _RANDOM_EVERY if random else min(2 * self._gap, most)
+            most = max(int(_UNCHECKED * self._batches), _CHECKED_AFTER)
+            most = min(2 * self._gap, most, _CHECKED_EVERY[self.manual])
+            self._gap = _RANDOM_EVERY if random else most
         return True
 
     def _wait(self, batches: int) -> None:

@@ -64,11 +64,11 @@ _UNTRACKED = (
     "lightning_perf: the FLOPs of %s are not counted: MFU is a lower bound. Register them with "
     "lightning_perf.extend.flop_formula."
 )
-#: The relative standard error of a mean of FLOPs above which a message reports it.
+#: The relative error of FLOPs above which a message reports it.
 _MOST_ERROR = 0.025
-_RANDOM = (
-    "lightning_perf: batches of equal shape differ at random: MFU is a mean of counted ones, about "
-    "+-%.0f %%."
+_DIFFER = (
+    "lightning_perf: the FLOPs of batches of equal shape differ, and only some are counted: those "
+    "of the whole run are known to about {:.0%}."
 )
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
@@ -187,9 +187,9 @@ class FlopMeter:
         self._steps.restore()
         self._transfers.restore()
         error = max((cache.error for cache in self._caches.values()), default=0.0)
-        if error > _MOST_ERROR and not self._said_error and self._trainer.global_rank == 0:
+        if error > _MOST_ERROR and not self._said_error:
             self._said_error = True
-            _log.info(_RANDOM, 100 * error)
+            compat.rank_zero_info(_DIFFER.format(error))
 
     def after_transfer(self, counts: Counts, is_last: bool) -> None:
         """Name the FLOPs of a transfer, such as those of a frozen encoder; end after the last one.
