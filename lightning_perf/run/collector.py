@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from array import array
 from collections import UserDict, deque
 from dataclasses import replace
 from functools import partial
@@ -83,7 +84,8 @@ class Collector:
         self.analysing = False
         self._setup = Setup()
         self._log: WindowLog
-        self._steps: deque[Step] = deque(maxlen=_MOST_STEPS)
+        # The fields of one `Step` after another: no objects that a garbage collection visits.
+        self._steps = array("d")
         self._count = 0
         self._first: float | None = None
         # torch's list of compilations, how many of them are counted, and their cost so far by
@@ -183,14 +185,11 @@ class Collector:
             return
         if not self._steps:
             self._first = next((record.seconds for record in records if record.first), None)
-        self._steps.extend(
-            Step(
-                nan if record.first else record.seconds,
-                nan if record.cost is None else record.cost.total,
-                record.begins_epoch,
-            )
-            for record in records
-        )
+        for record in records:
+            seconds = nan if record.first else record.seconds
+            flops = nan if record.cost is None else record.cost.total
+            self._steps.extend(Step(seconds, flops, record.begins_epoch))
+        del self._steps[: -_MOST_STEPS * len(Step._fields)]
         self._count += len(records)
 
     def signals(self) -> Signals:
@@ -198,7 +197,7 @@ class Collector:
         context = self._context
         # Lightning creates this loader with the first validation.
         loader = _loader(compat.validation_loaders(context.trainer))
-        steps = np.array(self._steps, dtype=float).reshape(-1, len(Step._fields))
+        steps = np.array(self._steps).reshape(-1, len(Step._fields))
         times, flops, begins_epoch = steps.T
         return Signals(
             self._log.windows(), times, flops, np.flatnonzero(begins_epoch),
