@@ -95,7 +95,7 @@ def try_(
         except KeyboardInterrupt:
             rows, best = experiment.so_far()
             if rows:
-                _print(_Results(experiment, rows, best), json)
+                _print(_Results(experiment, rows, best, interrupted=True), json)
             raise
     found = _Results(experiment, rows, best)
     _print(found, json)
@@ -190,6 +190,7 @@ class _Results:
     rows: Sequence[Row]
     #: The best set; None if nothing helps.
     best: Row | None
+    interrupted: bool = False
 
     @property
     def changes(self) -> Sequence[Candidate]:
@@ -211,7 +212,8 @@ class _Results:
     def answer(self) -> str:
         """The best set in a sentence."""
         if self.best is None or self.best.speedup is None:
-            return "No change certainly helps and leaves the training the same."
+            so_far = ", of the trials before the interrupt" if self.interrupted else ""
+            return f"No change certainly helps and leaves the training the same{so_far}."
         found = self.best.speedup
         return (
             f"Best: {self.best.setting.name}: {found.ratio:.2f} times as fast "
@@ -251,7 +253,8 @@ class _Results:
             if row.startup > _STARTUP:
                 yield f"{row.setting.name} takes {duration(row.startup)} longer to start"
         if few := [row.setting.name for row in self.rows if row.undecided]:
-            yield f"there were too few rounds to be certain of {', '.join(few)}: raise --minutes"
+            more = "let all trials end" if self.interrupted else "raise --minutes"
+            yield f"there were too few rounds to be certain of {', '.join(few)}: {more}"
         if left := [each.name for each in experiment.not_tried]:
             yield f"there was no time to try {', '.join(left)}: raise --minutes"
         for each in experiment.too_long:
