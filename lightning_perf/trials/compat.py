@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from contextlib import suppress
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -15,8 +18,7 @@ from lightning_perf.flops.shadow import Sink
 from lightning_perf.run.compat import Callback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Container, Iterator, Mapping
     from pathlib import Path
 
 #: Loggers that write below one folder, which a trial can move.
@@ -41,6 +43,12 @@ def package_of(trainer: Any) -> Any:
 def is_a(value: object, *names: str) -> bool:
     """Whether a class of the object has one of these names, whichever package it is from."""
     return any(kind.__name__ in names for kind in type(value).__mro__)
+
+
+def is_known(value: object) -> bool:
+    """Whether a class is one of torch's or Lightning's, or of Python."""
+    known = ("torch", "lightning", "pytorch_lightning", "builtins")
+    return type(value).__module__.partition(".")[0] in known
 
 
 def is_tuning(trainer: Any) -> bool:
@@ -101,11 +109,101 @@ def move_root(trainer: Any, folder: Path) -> None:
     trainer._default_root_dir = str(folder)
 
 
-def isolated_random_numbers() -> AbstractContextManager[None]:
-    """A context after which random numbers continue as if it had drawn none."""
+def _generators() -> dict[str, tuple[Any, Any]]:
+    """What samplers, datasets and modules share: functions that read and set each state."""
     cuda: Any = torch.cuda  # whose state is not read where that would start it
-    found: AbstractContextManager[None] = _OWN.utilities.seed.isolate_rng(cuda.is_initialized())
+    found: dict[str, tuple[Any, Any]] = {
+        "random": (random.getstate, random.setstate),
+        "numpy": (np.random.get_state, np.random.set_state),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+    }
+    if cuda.is_initialized():
+        found["cuda"] = cuda.get_rng_state, cuda.set_rng_state
     return found
+
+
+def _text(state: Any) -> str:
+    """A short text that differs between states of random numbers."""
+    parts = state if isinstance(state, tuple) else (state,)
+    found = blake2b(digest_size=8)
+    for each in parts:
+        is_array = isinstance(each, torch.Tensor | np.ndarray)
+        found.update(np.asarray(each).tobytes() if is_array else repr(each).encode())
+    return found.hexdigest()
+
+
+def random_states(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, str]:
+    """A short text per generator of random numbers, which differs once it has been drawn from.
+
+    Args:
+        generators: Those to read besides the global ones.
+    """
+    states = {name: read() for name, (read, _) in _generators().items()}
+    states |= {name: each.get_state() for name, each in (generators or {}).items()}
+    return {name: _text(state) for name, state in states.items()}
+
+
+def generators_of(loader: Any) -> dict[str, torch.Generator]:
+    """The generators of its own that a DataLoader and its samplers draw from."""
+    sampler = getattr(loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    owners = loader, sampler, batches, getattr(batches, "sampler", None)
+    found = {id(x): x for x in (getattr(each, "generator", None) for each in owners)}
+    generators = [each for each in found.values() if isinstance(each, torch.Generator)]
+    return {f"generator {number}": each for number, each in enumerate(generators)}
+
+
+def drawn(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    """The generators that were drawn from between two `random_states`."""
+    return {name for name in before if before[name] != after.get(name)}
+
+
+def seed_all(seed: int) -> None:
+    """Seed what datasets and modules draw from."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class OwnRandomNumbers:
+    """A context, to be entered repeatedly, with random numbers apart from those outside of it.
+
+    Args:
+        seed: Of the first ones.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._used = _generators()
+        outer = self._read()
+        seed_all(seed)
+        self._own = self._read()
+        self._set(outer)
+        self._before, self._outer = self._own, outer
+
+    def _read(self) -> dict[str, Any]:
+        return {name: read() for name, (read, _) in self._used.items()}
+
+    def _set(self, states: Mapping[str, Any]) -> None:
+        for name, state in states.items():
+            self._used[name][1](state)
+
+    def __enter__(self) -> None:
+        self._outer = self._read()
+        self._set(self._own)
+
+    def __exit__(self, *_: object) -> None:
+        self._before, self._own = self._own, self._read()
+        self._set(self._outer)
+
+    @property
+    def drawn(self) -> set[str]:
+        """The generators that the last context has drawn from."""
+        return {n for n, state in self._own.items() if _text(state) != _text(self._before[n])}
+
+    def keep(self, names: Container[str]) -> None:
+        """Use these generators alone from now on, which takes less time."""
+        self._used = {name: each for name, each in self._used.items() if name in names}
+        self._own = {name: self._own[name] for name in self._used}
 
 
 class Batches:

@@ -11,6 +11,7 @@ import tempfile
 from contextlib import suppress
 from itertools import pairwise
 from math import ceil, floor, inf, lcm, log, sqrt
+from operator import itemgetter
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -196,6 +197,9 @@ class Experiment:
         # What can be combined needs some time afterwards, and so do runs of other seeds.
         share = _ALONE if len({group for each in settings for group in each.groups}) > 1 else 1.0
         exact = all(change.exact for each in settings for change in each.changes)
+        drawn = self.first.result["drawn"]
+        if {*drawn["batch"]} & {*drawn["validation"]}:
+            exact &= not any("validation" in each.keeps for each in settings)
         seeds = 0 if exact and self.first.result["dataset"] == "fixed" else len(_SEEDS)
         last = self._end - seeds * self.first.wall_seconds
         left = share * (last - monotonic())
@@ -210,11 +214,8 @@ class Experiment:
         settings = tried
         if not any(row.better for row in map(self._row, settings)):  # nothing to combine
             self._race(Setting(), settings, last)
-        helping = sorted(
-            (row for row in self._rows(settings) if row.helps and row.speedup),
-            key=lambda row: row.speedup.ratio if row.speedup else 0.0, reverse=True,
-        )  # fmt: skip
-        return self._rows(settings), self._combined(helping)
+        rows = self._rows(settings)
+        return rows, self._combined(_helping(rows))
 
     def so_far(self) -> tuple[list[Row], Row | None]:
         """As `results`, of the trials before an interrupt alone."""
@@ -223,9 +224,8 @@ class Experiment:
             if one.changes and one not in settings:
                 settings.append(one)
         rows = [self._row(each) for each in settings]
-        helping = (row for row in rows if row.helps and row.speedup)
-        best = max(helping, key=lambda row: row.speedup.ratio if row.speedup else 0.0, default=None)
-        return [row for row in rows if len(row.setting.changes) == 1], best
+        alone = [row for row in rows if len(row.setting.changes) == 1]
+        return alone, next(iter(_helping(rows)), None)
 
     def start(self) -> list[Candidate]:
         """Run the training as it is, with a diagnosis; returns what to try.
@@ -446,13 +446,19 @@ class Experiment:
             ours[0].result, [x.result for x in theirs], seeded,
             all(each.exact for each in setting.changes),
             str(self.first.result.get("dataset")) if any(x.loader for x in setting.changes) else "",
-            any(x.loader.get("persistent_workers") for x in setting.changes),
+            self.first.result,
         )  # fmt: skip
         return Row(
             setting, self._speedup(setting, Setting()), same, None,
             tuple(max(x.memory for x in some) for some in (theirs, ours)),
             float(starts[1] - starts[0]), self._in_trials(setting, Setting()),
         )  # fmt: skip
+
+
+def _helping(rows: Sequence[Row]) -> list[Row]:
+    """The rows that are worth writing down, the fastest first."""
+    found = [(row.speedup.ratio, row) for row in rows if row.speedup and row.helps]
+    return [row for _, row in sorted(found, key=itemgetter(0), reverse=True)]
 
 
 def _files(folder: Path) -> set[tuple[str, tuple[int, int]]]:

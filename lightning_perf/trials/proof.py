@@ -85,7 +85,7 @@ def same_training(
     seeded: Sequence[Result],
     exact: bool,
     dataset: str,
-    resident: bool = False,
+    first: Result | None = None,
 ) -> str:
     """Whether a training with a change is the same as without it, in a few words.
 
@@ -99,18 +99,20 @@ def same_training(
         seeded: The results without it, at other seeds.
         exact: Whether the change must not touch numbers.
         dataset: As `kind_of_items` says; empty for a change that leaves loading as it is.
-        resident: Whether the change lets workers stay between epochs, each with its dataset.
+        first: The result of the first run; None to compare what trials have seen alone.
     """
     base, *again = baselines
     if ours.get("batch_size") != base.get("batch_size"):
         ours, base, *seeded = _of_same_samples(ours, base, *seeded)
         return _within(ours, base, seeded, "other batches")
-    if resident and any(each.get("dataset_changes") for each in baselines):
+    stay = ours.get("stays") and not base.get("stays")
+    if stay and any(each.get("dataset_changes") for each in baselines):
         return "not equal: the training changes the dataset, which persistent workers do not see"
     compared = (*_LOADED, *_COMPUTED)
     name = next((each for each in compared if _difference(base, ours, each) is not None), None)
     if name is None:
-        return "equal"
+        why = first and _drawn_otherwise(ours, base, first)
+        return f"alike ({why})" if why else "equal"
     if any(_difference(base, each, name) is not None for each in again):
         # Workers may repeat a stream, and copy a state such as a generator of random numbers.
         if dataset in ("unknown", "stateful") and name in _LOADED:
@@ -121,12 +123,60 @@ def same_training(
     if name in _COMPUTED and not exact:
         return _within(ours, base, seeded, "rounding")
     number = _difference(base, ours, name)
+    if name == "losses" and (since := _validated_since(base, ours)) is not None:
+        # Each validation draws the seed of its workers, and its modules may draw more.
+        shared = {*base["drawn"]["batch"]} & {*base["drawn"]["validation"]}
+        if shared and (number or 0) >= since:
+            return _within(ours, base, seeded, "validations draw random numbers")
     return {
         "samples": f"not equal: batch {number} has other samples",
         "batches": f"not equal: batch {number} differs",
         "losses": f"not equal: the loss of batch {number} differs",
         "weights": "not equal: the weights after some batches differ",
     }[name]
+
+
+def _drawn_otherwise(ours: Result, base: Result, first: Result) -> str:
+    """Which random numbers differ where a trial does not show it; empty if none do.
+
+    In a trial, the order of samples has random numbers of its own, and few epochs. In a training,
+    DataLoaders draw seeds from the numbers that also decide the order or that modules use.
+
+    Args:
+        ours: The result of a trial with a change, which is equal to the one without it.
+        base: The one without it.
+        first: The result of the first run.
+    """
+    order, batch = first["order"], {*base["drawn"]["batch"]}
+    begin, later, end = ({*order[name]} for name in ("first", "later", "end"))
+    starts = zip(base["starts"], ours["starts"], strict=False)
+    differ = [any(here[x] != there.get(x) for x in begin & {*here}) for here, there in starts]
+    moved = set()
+    if base["stays"] != ours["stays"]:
+        moved.add(order["seeds"])
+    if (since := _validated_since(base, ours)) is not None:
+        moved.update(base["drawn"]["validation"], ours["drawn"]["validation"])
+    one, two = (each["workers"] * (each["prefetch"] or 2) for each in (base, ours))
+    # Workers draw for batches that come later, and ask for one after the last one.
+    starts_or_ends = bool(one) != bool(two)
+    anew = order["eager"] and (starts_or_ends or base["stays"] != ours["stays"])
+    within = (later and one != two) or (later & moved and since is not None)
+    if any(differ[:1]) or anew or within:
+        return "another shuffle"
+    if order["epochs"] == 1:
+        return ""
+    asks = starts_or_ends or (one != two and order["cut"])
+    if any(differ) or (end and asks) or (begin | later | end) & moved:
+        return "another shuffle from the second epoch on"
+    draws = first["dataset"] != "fixed" or moved & batch
+    return "other random numbers from the second epoch on" if moved and draws else ""
+
+
+def _validated_since(one: Result, other: Result) -> int | None:
+    """The batches before the first validation that only one of both has; None without one."""
+    both = [{*each.get("validated", ())} for each in (one, other)]
+    most = min(one.get("done", 0), other.get("done", 0))
+    return min((each for each in both[0] ^ both[1] if each <= most), default=None)
 
 
 def _difference(one: Result, other: Result, name: str) -> int | None:
@@ -148,14 +198,16 @@ def _of_same_samples(ours: Result, *others: Result) -> list[Result]:
 
 def _within(ours: Result, base: Result, seeded: Sequence[Result], why: str) -> str:
     """Whether losses differ from those without a change no more than those of other seeds do."""
-    level, *others = (_level(each) for each in (ours, base, *seeded))
+    # Trials of other seeds may be shorter, and a training that learns has smaller losses later.
+    count = min(len(each["losses"]) for each in (base, *seeded))
+    others = [_level({"losses": each["losses"][:count]}) for each in (base, *seeded)]
     if not seeded or not all(map(isfinite, others)):
         return f"unknown ({why})"
     # Three levels have a range that a fourth one, as good, exceeds in three of ten cases.
     same = all(each[name] == base[name] for each in seeded for name in _LOADED)
     chance = _chance(base) * (1 if same else _CHANCES)
     limit = max(chance, *(abs(a - b) for a, b in combinations(others, 2)))
-    if abs(level - others[0]) <= limit:
+    if abs(_level(ours) - _level(base)) <= limit:
         return f"alike ({why})"  # not with NaN
     return f"not equal: losses differ by more than those of other seeds ({why})"
 

@@ -10,12 +10,12 @@ line of the script runs.
 from __future__ import annotations
 
 import os
-import random
 import time
 from contextlib import suppress
 from functools import partial, wraps
 from hashlib import blake2b
-from itertools import islice
+from inspect import isgeneratorfunction
+from itertools import islice, pairwise
 from math import lcm, prod
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -44,7 +44,7 @@ from lightning_perf.trials.changes import CHANGES, Seen, change_of, proposals
 from lightning_perf.trials.process import RESULT, TRAINER, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from lightning.pytorch import Callback
 
@@ -60,6 +60,8 @@ _SMALL = 64
 _MOST_WEIGHTS = 2e9
 #: Items that are read again, to learn whether they are random, and the seconds for it.
 _ITEMS, _ITEM_SECONDS = 16, 10.0
+#: Seconds to read the order of an epoch.
+_ORDER_SECONDS = 5.0
 #: An attribute of samplers, the epochs so far; and at most so many have an order of their own.
 _EPOCHS, _MOST_EPOCHS = "_trial_epochs", 10_000
 #: Seconds until a process ends by itself, if its parent does not end it.
@@ -130,6 +132,18 @@ class Trial(Callback):
         self._batches: list[str] = []
         self._weights: list[str] = []
         self._samples: list[str] = []
+        # How the training's samples are put in order: the sampler, and how it is iterated over.
+        self._sampler: Any = None
+        self._iterate: Callable[..., Iterable[Any]] = iter
+        # By sampler, the generators that it draws from after its first batch.
+        self._drawn_later: dict[int, set[str]] = {}
+        self._validates = False
+        # The random numbers where orders began, and after the last batch; those that batches and
+        # validations have drawn; and the batches before each validation.
+        self._starts: list[dict[str, str]] = []
+        self._random: dict[str, str] = {}
+        self._drawn: dict[str, set[str]] = {"batch": set(), "validation": set()}
+        self._validated: list[int] = []
         # Of the dataset at the end of an epoch; whether the training changes it before the next.
         self._state: str | None = None
         self._dataset_changes = self._restarts = False
@@ -251,18 +265,28 @@ class Trial(Callback):
             self._share_weights(trainer, getattr(model, "_orig_mod", model))
         for change in self.changes:
             model = change.apply(trainer, model)
-        seed_all(self.spec.seed)
+        compat.seed_all(self.spec.seed)
         self._began = perf_counter()
         return model
 
     def _timed(self, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call what is not training; a checkpoint within validation counts as a checkpoint."""
+        self._validates |= name == "validation"
+        state = self._random_states() if name == "validation" else {}
         began, before = perf_counter(), sum(self._besides.values())
         try:
             return call(*args, **options)
         finally:
             within = sum(self._besides.values()) - before
             self._besides[name] += perf_counter() - began - within
+            if state:
+                self._validates = False
+                self._random = self._random_states()
+                self._drawn[name] |= compat.drawn(state, self._random)
+                self._validated.append(self._done)
+
+    def _random_states(self) -> dict[str, str]:
+        return compat.random_states(compat.generators_of(self._loader))
 
     def _share_weights(self, trainer: Any, module: Any) -> None:
         """Begin with the weights of the first trial: not all scripts seed them."""
@@ -297,6 +321,8 @@ class Trial(Callback):
             if not isinstance(loader, torch.utils.data.DataLoader):
                 self._note(f"a {type(loader).__name__} is no DataLoader whose arguments are tried")
             if self._loader is None and not self._loaders:  # a stream has no truth value
+                self._sampler = getattr(loader, "_index_sampler", None)
+                self._iterate = getattr(type(self._sampler), "__iter__", iter)
                 self._record_samples(loader)
             elif self._loaders:
                 self._note("arguments of several training DataLoaders are not tried")
@@ -312,9 +338,15 @@ class Trial(Callback):
             return
 
         def recorded(each: Any) -> Any:
+            if self._validates:  # of the same class
+                yield from original(each)
+                return
             # Before the first item of an epoch.
-            if each is sampler and self._state not in (None, self._state_now()):
-                self._dataset_changes = True
+            if each is sampler:
+                if self._state not in (None, self._state_now()):
+                    self._dataset_changes = True
+                if len(self._starts) < self.spec.warm_up:
+                    self._starts.append(compat.random_states(compat.generators_of(loader)))
             for samples in self._in_order(each, original):
                 if each is sampler and len(self._samples) < self.spec.warm_up:
                     self._samples.append(repr(samples))
@@ -322,6 +354,7 @@ class Trial(Callback):
 
         try:
             kind.__iter__ = recorded
+            self._sampler, self._iterate = sampler, original
         except TypeError:  # of an immutable class, such as a list
             vars(loader)["batch_sampler"] = compat.Batches(sampler)
             self._record_samples(loader)
@@ -329,16 +362,31 @@ class Trial(Callback):
     def _in_order(self, sampler: Any, iterate: Callable[..., Iterable[Any]]) -> Iterator[Any]:
         """The batches of a sampler, whose order has random numbers of its own in each epoch.
 
-        Workers draw it earlier: within a search of Lightning's for the learning rate, for one.
+        Workers draw it earlier: within a search of Lightning's for the learning rate, for one, or
+        before the numbers of the batches that are computed meanwhile.
         """
         epoch = getattr(sampler, _EPOCHS, 0)
         with suppress(AttributeError):  # of a class with slots
             setattr(sampler, _EPOCHS, epoch + 1)
-        with compat.isolated_random_numbers():
-            seed_all(_MOST_EPOCHS * self.spec.seed + epoch)
+        own = compat.OwnRandomNumbers(_MOST_EPOCHS * self.spec.seed + epoch)
+        with own:
             batches = iter(iterate(sampler))
-            first = [*islice(batches, 1)]
-        yield from first
+            more = [*islice(batches, 1)]
+        yield from more
+        if (later := self._drawn_later.get(id(sampler))) is None:
+            later = set()
+            for _ in range(self.spec.warm_up):
+                with own:
+                    more = [*islice(batches, 1)]
+                later |= own.drawn
+                yield from more
+            self._drawn_later[id(sampler)] = later
+        # Of most samplers that is nothing, and no batch takes longer.
+        own.keep(later)
+        while later and more:
+            with own:
+                more = [*islice(batches, 1)]
+            yield from more
         yield from batches
 
     def _state_now(self) -> str:
@@ -389,6 +437,9 @@ class Trial(Callback):
         self._done += 1
         self._restarts |= self._state is not None
         spec = self.spec
+        if self._done <= min(spec.warm_up, trainer.num_training_batches):
+            before, self._random = self._random, self._random_states()
+            self._drawn["batch"] |= compat.drawn(before, self._random)
         # In later epochs, the order of samples may be another one.
         if self._done == min(spec.warm_up, trainer.num_training_batches):
             self._weights = [digest([*pl_module.parameters()])]
@@ -511,6 +562,12 @@ class Trial(Callback):
             "prefetch": getattr(self._loader, "prefetch_factor", None),
             "epoch": int(epoch) if np.isfinite(epoch) else None,
             "dataset_changes": self._dataset_changes,
+            "stays": bool(
+                getattr(self._loader, "num_workers", 0) and self._loader.persistent_workers
+            ),
+            "starts": self._starts,
+            "drawn": {name: sorted(each) for name, each in self._drawn.items()},
+            "validated": self._validated,
             "world_size": trainer.world_size,
             "notes": self._notes,
         }
@@ -561,7 +618,26 @@ class Trial(Callback):
             "verdicts": [verdict.as_dict() for verdict in verdicts],
             "candidates": candidates,
             "dataset": kind_of_items(loader),
+            "order": self._order(trainer, loader),
             "command_line": bool(config),
+        }
+
+    def _order(self, trainer: Any, loader: Any) -> dict[str, Any]:
+        """Which random numbers decide the order of samples, and whether it matters when."""
+        names = compat.generators_of(loader)
+        length = None
+        with suppress(Exception):  # of a stream
+            length = len(loader)
+        streams = isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
+        # Of several loaders, none is known. Ranks have one each, and own ones may wait for others.
+        parts = self._sampler, getattr(self._sampler, "sampler", None)
+        alone = trainer.world_size == 1 or all(compat.is_known(each) for each in parts)
+        sampler = self._sampler if loader is not None and alone else None
+        found = Drawn() if streams else draws_of(sampler, self._iterate, names)
+        return found._asdict() | {
+            "seeds": next((k for k, v in names.items() if v is loader.generator), "torch"),
+            "cut": length is None or trainer.num_training_batches < length,
+            "epochs": trainer.max_epochs,
         }
 
 
@@ -602,13 +678,13 @@ def kind_of_items(loader: Any) -> str:
     try:
         count = len(loader.dataset)
         end, result = monotonic() + _ITEM_SECONDS, "fixed"
-        seed_all(0)
-        unused = _random_state()
+        compat.seed_all(0)
+        unused = compat.random_states()
         for number in range(0, count, max(count // _ITEMS, 1)):
             first, again = _item(loader, number), _item(loader, number)
             if first != again:
                 return "stateful"
-            if _random_state() != unused:
+            if compat.random_states() != unused:
                 result = "random"
             if monotonic() > end:
                 break
@@ -619,19 +695,51 @@ def kind_of_items(loader: Any) -> str:
 
 def _item(loader: Any, number: int) -> str:
     """What an item contains."""
-    seed_all(0)
+    compat.seed_all(0)
     return digest(loader.collate_fn([loader.dataset[number]]))
 
 
-def _random_state() -> tuple[Any, ...]:
-    """The state of the random numbers that `seed_all` seeds."""
-    _, keys, position, *_ = np.random.get_state()
-    own = torch.get_rng_state().numpy().tobytes()
-    return random.getstate(), np.asarray(keys).tobytes(), position, own
+class Drawn(NamedTuple):
+    """The generators of random numbers that a sampler draws from in an epoch."""
+
+    #: For its first batch, for others, and after the last one, which workers ask for.
+    first: Sequence[str] = ()
+    later: Sequence[str] = ()
+    end: Sequence[str] = ()
+    #: Whether it draws when it is iterated over, which DataLoaders with workers do twice.
+    eager: bool = False
 
 
-def seed_all(seed: int) -> None:
-    """Seed what datasets and modules draw from."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def draws_of(
+    sampler: Any,
+    iterate: Callable[..., Iterable[Any]],
+    generators: Mapping[str, torch.Generator],
+) -> Drawn:
+    """What a sampler draws from; all where that is not known.
+
+    A sampler whose order differs although it draws from the same state has numbers of its own,
+    which count as drawn at the end: what is drawn in an epoch changes the next ones.
+    """
+    everything = [*compat.random_states(generators)]
+    states = {name: each.get_state() for name, each in generators.items()}
+    end, orders = monotonic() + _ORDER_SECONDS, list[str]()
+    try:
+        for _ in range(2):
+            compat.seed_all(0)
+            for name, each in generators.items():
+                each.set_state(states[name])
+            marks = [compat.random_states(generators)]
+            batches = iter(iterate(sampler))
+            orders.append(repr(next(batches)))
+            marks.append(compat.random_states(generators))
+        for _ in islice(batches, len(sampler) - 1):
+            if monotonic() > end:
+                raise TimeoutError
+        marks.append(compat.random_states(generators))
+        next(batches, None)
+        marks.append(compat.random_states(generators))
+    except Exception:  # such as a source of batches that is no sampler
+        return Drawn(everything, everything, everything, eager=True)
+    first, later, ends = (sorted(compat.drawn(a, b)) for a, b in pairwise(marks))
+    ends += ["own"] if len({*orders}) > 1 else []
+    return Drawn(first, later, ends, bool(first or ends) and not isgeneratorfunction(iterate))

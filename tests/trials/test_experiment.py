@@ -49,7 +49,6 @@ class Simulated(Experiment):
         self.close()
         self.random, self.noise, self.speedups = np.random.default_rng(seed), noise, speedups
         self.first = outcome(1.0)
-        self.first.result["dataset"] = "fixed"  # type: ignore[index]
 
     def start(self) -> list[Candidate]:
         return [candidate(name) for name in self.speedups]
@@ -68,7 +67,10 @@ def outcome(seconds: float) -> Outcome:
         "seconds": 20 * seconds, "timed": 20, "batch_size": 4, "startup": 1.0,
         "losses": ["0.1", "0.2"], "batches": ["a", "b"], "samples": ["1", "2"], "memory": 100,
         "done": 30, "weights": ["a"], "workers": 0, "prefetch": None,
-        "besides": {},
+        "besides": {}, "drawn": {"batch": [], "validation": []}, "starts": [], "stays": False,
+        "order": {"first": [], "later": [], "end": [], "epochs": 2, "cut": False,
+                  "eager": False},
+        "dataset": "fixed",
     }  # fmt: skip
     return Outcome(result, None, 0.001, 0)
 
@@ -242,6 +244,15 @@ def test_rounding_is_measured_where_nothing_is_random() -> None:
     assert same_training(other, [base], seeded, False, "fixed").startswith("not equal")
 
 
+def test_shorter_trials_of_other_seeds_are_no_chance() -> None:
+    """A training that learns has larger losses in them."""
+    falling = [1 / (1 + number) for number in range(16)]
+    base, other = result(falling), result([each + 0.1 for each in falling])
+    seeded = [result(falling[:8], batches="dcba")] * 2
+    found = same_training(other, [base], seeded, False, "fixed")
+    assert found.startswith("not equal: losses differ by more")
+
+
 def test_random_items_in_workers_are_seldom_called_another_training() -> None:
     """Their losses differ by chance: as those of two other seeds, but not within their range."""
     random = np.random.default_rng(0)
@@ -271,7 +282,7 @@ def test_workers_that_stay_do_not_see_a_dataset_that_changes() -> None:
     """Such as one of a curriculum, which is told the epoch."""
     base = result(BASE) | {"dataset_changes": True}
     assert same_training(result(BASE), [base], [], True, "fixed") == "equal"
-    found = same_training(result(BASE), [base], [], True, "fixed", resident=True)
+    found = same_training(result(BASE) | {"stays": True}, [base], [], True, "fixed")
     assert found.startswith("not equal: the training changes the dataset")
 
 

@@ -9,48 +9,19 @@ from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
+from helpers.held import Ended, Held
 from helpers.small import WIDTH, Small, TwoOptimizers, trainer
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_perf.trials import compat
-from lightning_perf.trials.changes import Change, CheckpointInterval, LargerBatch, Workers
+from lightning_perf.trials.changes import CheckpointInterval, LargerBatch, Workers
 from lightning_perf.trials.process import TRAINER
-from lightning_perf.trials.trial import Spec, Trial
-
-
-class Ended(Exception):
-    """Instead of the end of the process."""
-
-
-class Held(Trial):
-    """Ends the fit alone."""
-
-    def __init__(self, folder: Path, *changes: Change, **fields: Any) -> None:
-        made = [[type(each).__name__, each.value] for each in changes]
-        defaults = {"changes": made, "keeps": [], "warm_up": 4, "batches": 8}
-        super().__init__(Spec(str(folder), str(folder), **(defaults | fields)))
-
-    def _end(self, trainer: Any, error: BaseException | None = None) -> NoReturn:
-        if not isinstance(error, Ended):
-            self.result = {"error": self._reason(error)} if error else dict(self._result(trainer))
-        raise Ended
-
-    def fit(self, folder: Path, module: Any, *data: Any, **options: Any) -> dict[str, Any]:
-        """The result of a fit."""
-        made = trainer(folder, self, max_epochs=50, **options)
-        self._isolate(made)
-        with pytest.MonkeyPatch.context() as patched:
-            for kind in (BatchSampler, compat.Batches):  # whose classes the trial changes
-                patched.setattr(kind, "__iter__", kind.__iter__)
-            with pytest.raises(Ended):
-                self._fit(made.fit, made, module, *data)
-        return self.result
 
 
 def test_losses_of_accumulated_batches_are_whole(tmp_path: Path) -> None:
@@ -240,6 +211,7 @@ def test_several_loaders_are_left_as_they_are(tmp_path: Path) -> None:
     assert result["batch_size"] is None
     assert not [each["loader"] for each in result["candidates"] if each["loader"]]
     assert result["notes"] == ["arguments of several training DataLoaders are not tried"]
+    assert {"torch", "numpy", "random"} <= {*result["order"]["first"]}  # is not known
 
 
 def test_other_loaders_are_named(tmp_path: Path) -> None:
