@@ -12,7 +12,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
-from statistics import median_high
+from statistics import median_low
 from threading import Event, Thread, get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from lightning_perf.diagnosis.hang import FAILED, LEFT, RankState, culprits, rep
 from lightning_perf.errors import describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
+from lightning_perf.run.flop_meter import COUNTING
 from lightning_perf.run.hang_files import REPORT, HangFiles, stacks_file
 from lightning_perf.run.hooks import PER_BATCH
 from lightning_perf.system.stacks import (
@@ -64,7 +65,9 @@ _KEPT = 10
 #: Seconds that an abort waits for files and for uploads, and between two looks meanwhile.
 _FLUSH, _SHORT = 30.0, 0.05
 #: Spans that may take long without a sign of life, besides checkpoints.
-_SLOW = ("iter", "first fetch")
+_SLOW = ("iter", "first fetch", "Trainer.epoch_values", COUNTING)
+#: Spans around what Lightning logs outside of hooks.
+_OUTSIDE = {"loop", "run_training_epoch", "Trainer.logged_values"}
 #: Seconds for the stacks of all child processes.
 _CHILDREN = 30.0
 #: The description of a frozen rank.
@@ -262,7 +265,8 @@ class _Watch:
             self._longest[self._phase] = max(pause, self._longest.get(self._phase, 0.0))
         if self._entry is not None:
             self._went_on(run, pause)
-        if seconds := run.counters.last_seconds:
+        # The first batch may compile, and start workers.
+        if run.counters.batches > 1 and (seconds := run.counters.last_seconds):
             self._batches.setdefault(run.stage, deque(maxlen=_HISTORY)).append(seconds)
         self._moved, self._patience, self._phase = now, 1.0, ("", "")
         self._state, self._decides, self.reported = None, inf, False
@@ -289,16 +293,28 @@ class _Watch:
             not (stages.stage and stages.counters.batches)  # set-up, the first batch, compilation
             or stages.ended
             or self._phase[1] == "checkpoint"
-            or self._clock.running.name in _SLOW
-            or _is_rare(self._clock.running.name)
+            or self._is_slow(run)
             or compiles(frames)
         )
         batches = self._batches.get(stages.stage)
         return max(
             self._after * (_LONGER if slow else 1),
-            _BATCHES * median_high(batches) if batches else 0.0,
+            _BATCHES * median_low(batches) if batches else 0.0,
             _BEFORE * self._longest.get(self._phase, 0.0),
         )
+
+    def _is_slow(self, run: Run) -> bool:
+        """Whether the innermost open span, or one around it, may take long."""
+        actions, counters = self._clock.enclosing, run.counters
+        if any(
+            each.category == "checkpoint" or each.name in _SLOW or _is_rare(each.name)
+            for each in actions
+        ):
+            return True
+        # The metrics of an epoch are logged after its batches.
+        between = run.stage != "train" or counters.is_between_epochs
+        around = {each.name for each in actions[:-1]}
+        return between and actions[-1].category == "logging" and around <= _OUTSIDE
 
     def _frames(self, text: str) -> list[Frame]:
         """The frames of the training's thread."""

@@ -182,6 +182,12 @@ class Clock:
         return self._running.action
 
     @property
+    def enclosing(self) -> list[Action]:
+        """The actions of the open spans, the outermost first; for any thread."""
+        self.add_up(wait=False)
+        return [timer.action for _, timer, _ in self._open.copy()]
+
+    @property
     def latest(self) -> float:
         """When a span was last entered or left; for any thread."""
         event: Any = self.log[-3:] or (self._mark,)

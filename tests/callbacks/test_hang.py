@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from helpers.hanging import Hangs, HangsElsewhere, Samples, TrainsAnother, line,
 from helpers.small import RANKS, Records, Small, trainer
 from helpers.users import process_of_another_user
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import Metric
 
 from lightning_perf import ConfigError, Hang, PerfWarning, SystemMetrics, Timings
 from lightning_perf.run.context import current_run
@@ -591,6 +592,103 @@ def test_hooks_that_every_batch_calls_have_the_limit_of_batches(tmp_path: Path) 
     often = {name for name, count in calls.items() if count >= 16}
     assert {"on_before_optimizer_step", "on_validation_batch_end"} <= often
     assert {name for name in calls if not _is_rare(f"[Callback]Counting.{name}")} == often
+
+
+class Computes(Metric):
+    """Calls a function when it is computed."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        super().__init__()
+        self.function = function
+        self.add_state("count", torch.tensor(0.0))
+
+    def update(self, *_: Any) -> None:
+        self.count += 1
+
+    def compute(self) -> Any:
+        self.function()
+        return self.count
+
+
+@pytest.fixture
+def watched() -> Iterator[Callable[[Any], _Watch]]:
+    """Makes the checks of a run with a limit of 100 s, as its callback's thread does."""
+    own = stacks.Stacks(0)
+
+    def watch(run: Any) -> _Watch:
+        clock = run.require_times().clock
+        return _Watch(own, clock, 100.0, 10.0, threading.Event(), lambda entry: None)
+
+    yield watch
+    own.close()
+
+
+def test_work_for_an_epoch_has_the_limit_of_hooks_outside_of_batches(
+    tmp_path: Path, watched: Callable[[Any], _Watch]
+) -> None:
+    """Also metrics that are computed, values that are logged, and code within such a hook."""
+    limits: dict[str, set[float]] = {}
+
+    def look(what: str) -> None:
+        run = current_run(fitted)
+        assert run is not None
+        limits.setdefault(f"{run.stage} {what}", set()).add(watched(run)._limit(run, []))
+
+    class Logs(Records):
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            if "epoch" in metrics and current_run(fitted):
+                look("log")
+
+    class Evaluates(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged, self.own = (Computes(partial(look, "compute")) for _ in "12")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx:
+                look("batch")
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.logged.update(batch)
+            self.own.update(batch)
+            self.log("logged", self.logged, on_epoch=True)
+
+        def on_validation_epoch_end(self) -> None:
+            self.own.compute()
+            with self.trainer.profiler.profile("[LightningModule]Evaluates.training_step"):
+                look("span in a hook")
+
+    fitted = trainer(
+        tmp_path, Timings(), logger=Logs(), limit_val_batches=2, num_sanity_val_steps=0
+    )
+    fitted.fit(Evaluates())
+    assert limits == {
+        "train batch": {100.0}, "validate compute": {500.0}, "validate span in a hook": {500.0},
+        "validate log": {500.0},
+    }  # fmt: skip
+
+
+def test_the_first_batch_is_no_measure_of_others(
+    tmp_path: Path, watched: Callable[[Any], _Watch]
+) -> None:
+    """It may compile or wait for workers; the median is of later ones."""
+    limits: list[float] = []
+
+    class Looks(L.Callback):
+        watch: _Watch
+
+        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+            run: Any = current_run(trainer)
+            number = run.counters.batches
+            if number == 1:
+                self.watch = watched(run)
+            run.counters.last_seconds = {1: 1000.0, 2: 5.0}.get(number, 10.0)
+            self.watch.look(run)
+            limits.append(self.watch._limit(run, []))
+
+    trainer(tmp_path, Timings(), Looks(), limit_train_batches=4).fit(Small())
+    assert limits == [100.0, 150.0, 150.0, 300.0]
 
 
 def test_only_compiling_has_the_limit_of_compilations() -> None:
