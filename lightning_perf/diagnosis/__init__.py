@@ -54,7 +54,7 @@ _GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0, continues=0.4, samples=
 _WORKERS = loading.Workers(busy=60.0, per_cpu=4, first=0.02, more=0.10, contested=0.17, named=20.0)
 _IDLING = machine.Idling(idle=0.3, computing=0.7, waiting=0.05)
 _logger_bound = partial(costs.logger_bound, named=0.8, aim=0.0125, left=4, follows=(0.5, 8.0))
-_slowdown = partial(steps.slowdown, ratio=1.10, sustained=50, varies=1.4)
+_slowdown = partial(steps.slowdown, ratio=1.10, sustained=50, varies=1.4, named=0.2)
 _low_gpu_utilization = partial(machine.low_gpu_utilization, least=_IDLING._replace(idle=0.5))
 #: All rules of the package with their thresholds, the most specific first: a second that several
 #: could claim belongs to the first of them. The last number of a rule is the share of the wall time

@@ -238,6 +238,14 @@ class Signals:
             return None
         return max(use - own / max(self.setup.cpus, 1), 0.0)
 
+    def more_foreign(self, windows: NDArray[np.bool_]) -> float:
+        """The share of the CPUs that other programs use in some windows beyond that in others.
+
+        What they use all the time does not make some batches slow.
+        """
+        within, apart = map(self.foreign_among, (windows, ~windows))
+        return 0.0 if within is None or apart is None else max(within - apart, 0.0) / 100
+
     @property
     def cpus_left(self) -> float:
         """The share of the CPUs that other programs leave; 1 if no thread waits for one.

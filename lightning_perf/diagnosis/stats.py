@@ -23,6 +23,13 @@ _ALIKE = 0.05
 _FEWEST_BLOCKS = 3
 #: Blocks of steps in which a change point is searched, and minimum steps per block.
 _MOST_MEDIANS, FEWEST_STEPS = 200, 5
+#: The quantile of values that is the usual one: fewer are slow.
+_USUAL = 0.25
+#: Values are slow from this part of the level of slow ones on.
+SLOW = 0.4
+#: Stretches have this part of what slow values lose, and the last is over after this part of its
+#: events.
+_ONE, _OVER = 0.7, 0.5
 #: Stalls below this part of the usual one are another thing.
 _SMALL = 0.2
 #: Standard deviations of a normal distribution: of a probability of 0.001 on one side, and of 0.95
@@ -98,6 +105,63 @@ def _uncontended(parts: Numbers, wholes: Numbers, waits: Numbers) -> Numbers:
     slope = np.clip(slope, -share / free, (1 - share) / free)
     shares: Numbers = np.clip(share - slope * contention, 0.0, 1.0)[:, 0]
     return shares
+
+
+class Slow(NamedTuple):
+    """Stretches of a series in which an event takes some times as long as usual."""
+
+    #: The positions of each.
+    stretches: list[NDArray[np.intp]]
+    #: The seconds of a usual event, and beyond them of a slow one.
+    usual: float
+    longer: float
+    #: Seconds at each position beyond those of usual events.
+    excess: Numbers
+
+    def passed(
+        self, counts: Numbers, most: int = 1
+    ) -> tuple[list[NDArray[np.intp]], Numbers] | None:
+        """The stretches that matter and their excess; None if they are more, or not over."""
+        number = np.arange(len(self.excess))
+        # The positions at which it begins and ends may be slow for a small part.
+        parts = [
+            np.where((number >= each[0] - 1) & (number <= each[-1] + 1), self.excess, 0.0)
+            for each in self.stretches
+        ]
+        largest = sorted(range(len(parts)), key=lambda index: -parts[index].sum())
+        slow = self.excess[np.concatenate(self.stretches)].sum()
+        for fewest in range(1, most + 1):
+            chosen = sorted(largest[:fewest])
+            part = np.max([parts[index] for index in chosen], axis=0)
+            if part.sum() >= _ONE * slow:
+                stretches = [self.stretches[index] for index in chosen]
+                events, later = counts[stretches[-1]].sum(), counts[stretches[-1][-1] + 1 :].sum()
+                return None if later < max(_OVER * events, 1.0) else (stretches, part)
+        return None
+
+
+def slow(seconds: Numbers, counts: Numbers, least: float, ratio: float) -> Slow | None:
+    """Slow stretches of events, given their seconds and number at each position.
+
+    None if no event takes longer than usual by a ratio, and by the ``least`` seconds.
+
+    Example:
+        >>> found = slow(np.array([1.0, 4, 4, 1, 1]), np.ones(5), least=0.1, ratio=3)
+        >>> found.stretches, found.usual, found.longer
+        ([array([1, 2])], 1.0, 3.0)
+    """
+    measured = counts > 0
+    each = seconds / np.maximum(counts, 1.0)
+    usual = float(np.quantile(each[measured], _USUAL, method="lower"))
+    longer = np.where(measured, np.maximum(each - usual, 0.0), 0.0)
+    excess = longer * counts
+    # The mean of the lost time: a second of it is mostly in an event that takes so long.
+    level = float((excess * longer).sum() / max(excess.sum(), 1e-12))
+    if level < max(least, (ratio - 1) * usual):
+        return None
+    positions = np.flatnonzero(longer > SLOW * level)
+    stretches = np.split(positions, np.flatnonzero(np.diff(positions) > 1) + 1)
+    return Slow(stretches, usual, level, excess)
 
 
 class ChangePoint(NamedTuple):

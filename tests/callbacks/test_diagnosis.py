@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -281,6 +282,89 @@ def test_slow_loading_has_its_share_whenever_it_was(
     assert found.share > 0.8 * share
     assert (f"Only {stretch} waited" in found.advice) == (stretch is not None)
     assert (found.predicted_speedup == 1) == (stretch is not None)
+
+
+class SlowForAWhile(Model):
+    """Some batches take longer in one phase, or because each of their items takes longer."""
+
+    def __init__(self, phase: str, slow: Callable[[int], bool], larger: bool = False) -> None:
+        super().__init__()
+        self.phase, self.slow, self.larger, self.slept = phase, slow, larger, 0
+
+    def nap(self, phase: str) -> None:
+        if phase == self.phase and self.slow(self.trainer.fit_loop.total_batch_idx):
+            self.slept += 1
+            CLOCK.sleep(STEP)
+
+    def train_dataloader(self) -> Any:
+        module = self
+
+        class Items(Data):
+            def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+                more = module.larger and module.slow(40 * module.current_epoch + index)
+                return torch.ones(2 if more else 1, 8), torch.zeros(2 if more else 1, 1)
+
+        return DataLoader(Items(), collate_fn=lambda items: items[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.nap("forward")
+        return super().training_step(batch, batch_idx)
+
+    def backward(self, *args: Any) -> None:
+        self.nap("backward")
+        super().backward(*args)
+
+    def optimizer_step(self, *args: Any) -> None:
+        self.nap("optimizer_step")
+        super().optimizer_step(*args)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.nap("callbacks")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer_step"])
+@pytest.mark.parametrize(
+    ("slow", "text"),
+    [
+        pytest.param(lambda at: at < 80, "In batches 1 to 79, ", id="first"),
+        pytest.param(lambda at: 80 <= at < 120, "In epoch 2, a batch took ", id="epoch"),
+        pytest.param(lambda at: 90 <= at < 170, "In batches 90 to 169, ", id="middle"),
+        pytest.param(
+            lambda at: 40 <= at < 80 or 160 <= at < 200, "In epoch 1 and epoch 4, ", id="two"
+        ),
+        pytest.param(lambda at: at >= 160, r"From batch 1(5[6-9]|6\d) on, ", id="last"),
+    ],
+)
+def test_a_phase_that_is_slow_for_a_part_of_the_run_is_named(
+    tmp_path: Path, phase: str, slow: Callable[[int], bool], text: str
+) -> None:
+    """What is over has its batches and its whole share, and nothing to gain."""
+    model = SlowForAWhile(phase, slow)
+    (found, *others) = diagnose(tmp_path, model, max_epochs=6, log_every_n_steps=10).verdicts
+    assert (found.code, found.phase, others) == ("slowdown", phase, [])
+    assert found.share == pytest.approx(model.slept / (240 + model.slept), rel=0.1)
+    assert re.search(text, found.advice)
+    over = "This is over" in found.advice
+    assert (over, found.predicted_speedup == 1) == (text.startswith("In "),) * 2
+    assert not over or found.severity == "warning"
+
+
+@pytest.mark.parametrize(
+    ("slow", "larger"),
+    [
+        pytest.param(lambda at: 80 <= at < 160, True, id="more work"),
+        pytest.param(lambda at: at % 60 < 20, False, id="again and again"),
+        pytest.param(lambda at: 100 <= at < 110, False, id="short"),
+    ],
+)
+def test_what_is_no_slow_part_of_the_run_is_healthy(
+    tmp_path: Path, slow: Callable[[int], bool], larger: bool
+) -> None:
+    """Larger batches do more work; changes in many parts and short ones are not named."""
+    model = SlowForAWhile("forward", slow, larger)
+    found = diagnose(tmp_path, model, max_epochs=6, log_every_n_steps=10).verdicts
+    assert [each.code for each in found] == ["healthy"]
+    assert model.slept
 
 
 def test_stalls_of_counted_batches_are_stalls(

@@ -844,6 +844,33 @@ def test_other_programs_explain_slow_loading_only_while_they_run(
 
 
 @pytest.mark.parametrize(
+    ("foreign", "severity", "why"),
+    [
+        ((60, 5), "info", "Other programs used 55% more of the CPUs then."),
+        ((60, 60), "warning", "Look for throttling, and for other programs on the machine."),
+    ],
+)
+def test_a_slow_part_of_the_run_is_attributed_to_what_other_programs_use_only_then(
+    foreign: tuple[float, float], severity: str, why: str
+) -> None:
+    """A slow forward, in a third of the run."""
+    slow = [False] * 4 + [True] * 4 + [False] * 4
+    use = [foreign[not each] + 8.0 for each in slow]
+    columns = {"system/cpu_util_simple": use, "system/process_cpu": [8.0] * WINDOWS}
+    columns |= {f"{name}/seconds": [1.0] * WINDOWS for name in columns}
+    signals = signals_of({**FINE, "forward": [0.02 + 0.05 * each for each in slow]},
+                         columns=columns)  # fmt: skip
+    (found,) = (each for each in diagnose(signals).verdicts if each.code == "slowdown")
+    assert (found.severity, found.phase) == (severity, "forward")
+    assert found.share == pytest.approx(0.25)
+    assert headline(found).endswith("which is over")
+    assert found.advice == (
+        "In batches 40 to 79, a batch took 100 ms instead of 50.0 ms. The time went to forward. "
+        f"They took 2.00 s longer in all. This is over. {why}"
+    )
+
+
+@pytest.mark.parametrize(
     ("loader", "cpus", "advice", "step"),
     [
         # One process loads for 60 ms, and a step takes 50 ms without it: two workers.
@@ -1053,7 +1080,8 @@ def any_signals(draw: Any) -> Signals:
     seconds = np.repeat(sum(np.array(e) for n, e in spent.items() if n != "validation"), BATCHES)
     seconds[draw(st.lists(st.integers(0, STEPS - 1), max_size=20))] += 0.4
     if draw(st.booleans()):
-        seconds[draw(st.integers(0, STEPS - 1)) :] *= 2
+        first = draw(st.integers(0, STEPS - 1))
+        seconds[first : draw(st.sampled_from([first + 30, STEPS]))] *= 2
     columns = {}
     if draw(st.booleans()):
         busy = draw(st.sampled_from([30.0, 100.0]))

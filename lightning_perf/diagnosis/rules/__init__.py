@@ -302,6 +302,16 @@ def called(name: str) -> str:
     return _CALLED.get(name, name)
 
 
+def stretch_of(signals: Signals, begin: int, end: int, margin: float) -> str:
+    """What some batches are called: those of an epoch, but for a margin, have its number."""
+    of_epoch = signals.setup.batches_per_epoch or 0
+    if of_epoch >= 2 * margin:
+        epoch = round(begin / of_epoch)
+        if max(abs(begin - epoch * of_epoch), abs(end - (epoch + 1) * of_epoch)) <= margin:
+            return f"epoch {epoch}"
+    return f"batches {begin} to {end - 1}"
+
+
 def without_none(**values: float | str | None) -> dict[str, float | str]:
     """The values that are not None: evidence, as far as it was measured."""
     return {name: value for name, value in values.items() if value is not None}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_perf.diagnosis.rules import LEAST, PROMISE, Impact, without_none
+from lightning_perf.diagnosis import stats
+from lightning_perf.diagnosis.rules import LEAST, PROMISE, Impact, stretch_of, without_none
 from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING, SAMPLER
 from lightning_perf.units import counted, duration
 
@@ -31,13 +32,6 @@ _START = 0.04
 _ALL_BUSY, _CROWDED = 0.87, 0.74
 #: Batches that a worker loads ahead, by default.
 _AHEAD = 2
-#: The part of the windows that wait least, whose wait is the usual one: fewer than are slow.
-_USUAL = 0.25
-#: Windows are slow from this part of the level of slow ones on.
-_SLOW = 0.4
-#: One stretch has this part of the waits of slow windows, and it is over after this part of its
-#: batches.
-_ONE, _OVER = 0.7, 0.5
 _DRAWN = (
     "The sampler runs in the main process, where DataLoader workers do not hide it: make it "
     "faster, or let it iterate over indices that were prepared before."
@@ -72,50 +66,9 @@ class Workers(NamedTuple):
     named: float
 
 
-class _Slow(NamedTuple):
-    """Stretches of a run in which a batch is waited for three times as long as usual."""
-
-    #: The windows of each.
-    stretches: list[NDArray[np.intp]]
-    #: The wait for a batch usually, and beyond it in a slow one.
-    usual: float
-    longer: float
-    #: Seconds in each window beyond the usual ones.
-    excess: Numbers
-
-    def passed(self, signals: Signals) -> tuple[NDArray[np.intp], Numbers] | None:
-        """The windows and the excess of the one stretch, if it is over; None otherwise."""
-        number = np.arange(len(self.excess))
-        # The windows in which it begins and ends may be slow for a small part.
-        parts = [
-            np.where((number >= each[0] - 1) & (number <= each[-1] + 1), self.excess, 0.0)
-            for each in self.stretches
-        ]
-        windows, part = max(zip(self.stretches, parts, strict=True), key=lambda pair: pair[1].sum())
-        batches, later = signals.counts[windows].sum(), signals.counts[windows[-1] + 1 :].sum()
-        slow = self.excess[np.concatenate(self.stretches)].sum()
-        if part.sum() < _ONE * slow or later < max(_OVER * batches, 1.0):
-            return None
-        return windows, part
-
-
-def _slow(signals: Signals, waits: Numbers) -> _Slow | None:
-    """Slow stretches of some waits; None if all windows wait about alike."""
-    measured = signals.counts > 0
-    each = waits / np.maximum(signals.counts, 1.0)
-    usual = float(np.quantile(each[measured], _USUAL, method="lower"))
-    longer = np.where(measured, np.maximum(each - usual, 0.0), 0.0)
-    excess = longer * signals.counts
-    # The mean of the lost time: a second of it is mostly in a batch that waits so long.
-    level = float((excess * longer).sum() / max(excess.sum(), 1e-12))
-    if level < max(LEAST, 2 * usual):
-        return None
-    slow = np.flatnonzero(longer > _SLOW * level)
-    stretches = np.split(slow, np.flatnonzero(np.diff(slow) > 1) + 1)
-    return _Slow(stretches, usual, level if signals.series is None else signals.series, excess)
-
-
-def _passed(signals: Signals, slow: _Slow, windows: NDArray[np.intp], seconds: Numbers) -> Impact:
+def _passed(
+    signals: Signals, slow: stats.Slow, windows: NDArray[np.intp], seconds: Numbers
+) -> Impact:
     """Training waited for data in some windows, and no longer does."""
     loader, start = signals.setup.loader, signals.windows[0].first.batch
     workers = 0 if loader is None else loader.num_workers
@@ -129,12 +82,9 @@ def _passed(signals: Signals, slow: _Slow, windows: NDArray[np.intp], seconds: N
             begin, end = int(longest[0]), int(longest[-1]) + 1
             margin = 0.1 * (end - begin)
     begins = windows[0] == 0
-    of_epoch = signals.setup.batches_per_epoch or 0
-    stretch = f"batches {begin} to {end - 1}"
-    if of_epoch >= 2 * margin and (begins or signals.series is not None):
-        epoch = round(begin / of_epoch)
-        if max(abs(begin - epoch * of_epoch), abs(end - (epoch + 1) * of_epoch)) <= margin:
-            stretch = f"epoch {epoch}"
+    if not begins and signals.series is None:
+        margin = inf
+    stretch = stretch_of(signals, begin, end, margin)
     advice = (
         f"Only {stretch} waited for data, {duration(slow.usual + slow.longer)} per batch "
         f"({duration(float(seconds.sum()))} in all), and others {duration(slow.usual)}. This is "
@@ -146,13 +96,10 @@ def _passed(signals: Signals, slow: _Slow, windows: NDArray[np.intp], seconds: N
             advice += " Workers can shorten it in a new run."
     else:
         advice += " Look for what used storage, the network or the CPUs then."
-    # What other programs use all the time does not make some batches slow.
-    within, apart = map(signals.foreign_among, (seconds > 0, seconds == 0))
-    more = 0.0 if within is None or apart is None else max(within - apart, 0.0) / 100
     return Impact(
         seconds, 1.0, FETCH, "dataloader_next", advice=advice, saves=0.0, whole_run=True,
         evidence={"first_batch": float(begin), "last_batch": float(end - 1)},
-        certain=1 - more if workers else 1.0, highest="warning",
+        certain=1 - signals.more_foreign(seconds > 0) if workers else 1.0, highest="warning",
     )  # fmt: skip
 
 
@@ -165,10 +112,13 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         waits = np.maximum(waits - excess, 0.0)
     drawing, loader = signals.drawn * waits, signals.setup.loader
     waits = waits - drawing
-    slow = _slow(signals, waits)
-    passed = None if slow is None else slow.passed(signals)
+    slow = stats.slow(waits, signals.counts, LEAST, ratio=3.0)
+    passed = None
+    if slow is not None:
+        passed = slow.passed(signals.counts)
+        slow = slow._replace(longer=signals.series or slow.longer)
     if slow is not None and passed is not None:
-        yield _passed(signals, slow, *passed)
+        yield _passed(signals, slow, passed[0][0], passed[1])
         waits, step, slow = waits - passed[1], step - signals.per_batch(passed[1]), None
     wait, workers = signals.per_batch(waits), 0 if loader is None else loader.num_workers
     sampler = signals.slowest(signals.samplers)

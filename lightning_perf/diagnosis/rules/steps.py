@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lightning_perf.diagnosis import stats
-from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, called, without_none
+from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, called, stretch_of, without_none
 from lightning_perf.diagnosis.signals import (
     COMPILE,
     COMPUTE,
@@ -25,12 +25,16 @@ from lightning_perf.units import counted, duration
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from numpy.typing import NDArray
+
     from lightning_perf.diagnosis.stats import Numbers
 
 #: Hooks that callbacks and modules run once before the first batch.
 _BEFORE = (".on_train_start", ".on_train_epoch_start")
 #: Categories below this share of a batch are too noisy to compare.
 _PART = 0.05
+#: Blocks of batches in which slow stretches are searched, and the batches and number of these.
+_BLOCKS, _STRETCH, _STRETCHES = 200, 20, 2
 
 
 def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iterable[Impact]:
@@ -202,69 +206,126 @@ def _further_steps(signals: Signals, stalls: int, alike: float) -> str:
     return ""
 
 
-def slowdown(signals: Signals, ratio: float, sustained: int, varies: float) -> Iterable[Impact]:
-    """A change to longer batches, without stalls, unless they do more work from then on.
+def slowdown(
+    signals: Signals, ratio: float, sustained: int, varies: float, named: float
+) -> Iterable[Impact]:
+    """A change to longer batches, without stalls, unless they do more work.
 
-    Longer by a ratio, with a number of batches before and after. The speed of a CPU may vary up to
-    the ratio ``varies`` without a warning.
+    Longer by a ratio, with a number of batches before and after; or by the ratio ``varies``, up to
+    which the speed of a CPU may vary without a warning, in one or two stretches that are over.
+    There is no warning either if other programs use a share ``named`` of the CPUs more meanwhile.
     """
     steps = signals.within_epochs
     measured = np.flatnonzero(np.isfinite(steps))
     if len(measured) < 2 * sustained:
         batches = counted(len(measured), "measured batch")
         raise Unknown(f"{batches}, and a slowdown needs {2 * sustained}")
-    change = stats.change_point(steps[measured], ratio, sustained)
+    change = _change(steps[measured], ratio, sustained, varies)
     if change is None:
         return
-    # If steps became slower gradually, the first quarter is the original level.
-    early = float(np.median(steps[measured[: max(change.start // 4, stats.FEWEST_STEPS)]]))
-    gradual = early * ratio**0.5 < change.before
-    before, after = min(early, change.before), change.after
-    at = int(measured[change.start]) + signals.dropped  # of this process
-    window = int(np.searchsorted(np.cumsum(signals.counts), at, side="right"))
-    if _more_work(signals, window, measured[change.start], before, after):
+    before, after, over = change.before, change.after, change.over
+    at, size = measured + signals.dropped, len(signals.windows)  # of this process
+    windows = np.searchsorted(np.cumsum(signals.counts), at, side="right").clip(0, size - 1)
+    excess = np.minimum(steps[measured] - before, after)
+    lost = np.maximum(np.bincount(windows, change.counted * excess, size), 0.0)
+    # Which batches are slow, and the part of each window.
+    slow = np.isin(np.arange(len(steps)), measured[np.concatenate(change.stretches)])
+    each = np.maximum(np.bincount(windows, minlength=size), 1)
+    part: Numbers = np.bincount(windows, slow[measured], size) / each
+    if after - before < LEAST or _more_work(signals, part, slow, before, after):
         return
-    slower = measured[0 if gradual else change.start :]
-    over = np.minimum(steps[slower] - before, after)
-    lost = np.bincount(
-        np.searchsorted(np.cumsum(signals.counts), slower + signals.dropped, side="right")
-        .clip(0, len(signals.windows) - 1),
-        weights=over, minlength=len(signals.windows),
-    )  # fmt: skip
-    if after - before < LEAST:
-        return
-    if _growth(signals, signals.waiting, window) > 0.5 * (after - before):
+    if _growth(signals, signals.waiting, part) > 0.5 * (after - before):
         return  # other programs took the CPU: `cpu-saturated` reports it
-    grown = {name: _growth(signals, signals.category(name), window) for name in IN_BATCHES}
-    slower_cpu = _is_slower_cpu(signals, grown, window)
-    phase, culprit = (None, None) if slower_cpu else _changed(signals, grown, window)
-    batch = signals.windows[0].first.batch + at  # a resumed run does not start at 0
+    grown = {name: _growth(signals, signals.category(name), part) for name in IN_BATCHES}
+    if over and sum(grown.values()) < 0.5 * (after - before):
+        return  # windows do not show it
+    slower_cpu = _is_slower_cpu(signals, grown, part)
+    phase, culprit = (None, None) if slower_cpu else _changed(signals, grown, part)
+    at += signals.windows[0].first.batch  # a resumed run does not start at 0
+    first = int(at[change.stretches[0][0]])
     evidence = without_none(
-        batch=float(batch), before_seconds=before, after_seconds=after,
+        batch=float(first), before_seconds=None if over else before,
+        after_seconds=None if over else after,
         cpu_percent=signals.average("system/cpu_util_simple"),
     )  # fmt: skip
-    where = f" The time went to {culprit or phase}." if phase else ""
-    look = "Look for state that grows, for throttling, and for other programs on the machine."
-    if slower_cpu:
+    foreign = signals.more_foreign(part > 0) if over else 0.0
+    grows = "" if over else "state that grows, for "
+    look = f"Look for {grows}throttling, and for other programs on the machine."
+    if foreign >= named:
+        look = f"Other programs used {foreign:.0%} more of the CPUs then."
+    elif slower_cpu:
         look = (
             "All its parts take longer alike, and need a CPU for longer: it is slower (its clock, "
             "heat, other programs or virtual machines), or the items are larger."
         )
-    advice = (
-        f"From batch {batch} on, a batch takes {duration(after)} instead of "
-        f"{duration(before)}.{where} {look}"
-    )
+    usual = foreign >= named or (slower_cpu and after < varies * before)
+    advice = f"{duration(after)} instead of {duration(before)}."
+    advice += f" The time went to {culprit or phase}." if phase else ""
+    if over:
+        names = (
+            stretch_of(signals, int(at[each[0]]), int(at[each[-1]]) + 1, 0.1 * len(each))
+            for each in change.stretches
+        )
+        again = ", but may come again" if len(change.stretches) > 1 else ""
+        advice = (
+            f"In {' and '.join(names)}, a batch took {advice} They took "
+            f"{duration(float(lost.sum()))} longer in all. This is over{again}."
+        )
+    else:
+        advice = f"From batch {first} on, a batch takes {advice}"
     grown = {name: max(seconds, 0.0) for name, seconds in grown.items()}
     total = sum(grown.values())
     yield Impact(
-        np.maximum(lost, 0.0), 1.0, culprit, phase, None, evidence, advice, whole_run=True,
-        on_host=False, inferred=True,
-        within={n: part / total * np.maximum(lost, 0.0) for n, part in grown.items() if total},
-        highest="info" if slower_cpu and after < varies * before else "critical",
+        lost, 1.0, culprit, phase, None, evidence, f"{advice} {look}", 0.0 if over else None,
+        whole_run=True, on_host=False, inferred=True,
+        highest="info" if usual else "warning" if over else "critical",
+        within={n: part / total * lost for n, part in grown.items() if total},
     )  # fmt: skip
 
 
-def _is_slower_cpu(signals: Signals, grown: Mapping[str, float], window: int) -> bool:
+class _Change(NamedTuple):
+    """Longer batches, from one of them on or in some stretches that are over."""
+
+    before: float
+    after: float
+    #: The positions of longer batches; the last stretch continues unless all are over.
+    stretches: list[NDArray[np.intp]]
+    over: bool
+    #: Which batches count.
+    counted: NDArray[np.bool_]
+
+
+def _change(times: Numbers, ratio: float, sustained: int, varies: float) -> _Change | None:
+    """What became longer in some seconds of batches; None if nothing."""
+    size = max(stats.FEWEST_STEPS, len(times) // _BLOCKS)
+    count = len(times) // size
+    # Stalls do not change medians.
+    sizes = np.full(count, float(size))
+    medians = np.median(times[: count * size].reshape(count, size), axis=1)
+    slow = stats.slow(sizes * medians, sizes, LEAST, varies)
+    passed = None if slow is None else slow.passed(sizes, _STRETCHES)
+    number = np.arange(len(times))
+    if slow is not None and passed is not None and size * min(map(len, passed[0])) >= _STRETCH:
+        # They begin and end within the blocks beside them, and gaps of one block are noise.
+        blocks = np.concatenate(passed[0])
+        near = np.isin(number // size, [blocks - 1, blocks, blocks + 1])
+        longer = np.flatnonzero(near & (times > slow.usual + stats.SLOW * slow.longer))
+        parts = np.split(longer, np.flatnonzero(np.diff(longer) > 2 * size) + 1)
+        stretches = [number[each[0] : each[-1] + 1] for each in parts]
+        counted = np.isin(number, np.concatenate(stretches))
+        before, after = (float(np.median(times[part])) for part in (~counted, counted))
+        return _Change(before, after, stretches, True, counted)
+    change = stats.change_point(times, ratio, sustained)
+    if change is None:
+        return None
+    # If steps became slower gradually, the first quarter is the original level.
+    early = float(np.median(times[: max(change.start // 4, stats.FEWEST_STEPS)]))
+    start = 0 if early * ratio**0.5 < change.before else change.start
+    before = min(early, change.before)
+    return _Change(before, change.after, [number[change.start :]], False, number >= start)
+
+
+def _is_slower_cpu(signals: Signals, grown: Mapping[str, float], part: Numbers) -> bool:
     """Whether all parts of a batch grew alike, while the thread ran or waited for a CPU."""
     usual = {name: signals.per_batch(signals.category(name)) for name in grown}
     total = sum(grown.values())
@@ -273,65 +334,67 @@ def _is_slower_cpu(signals: Signals, grown: Mapping[str, float], window: int) ->
         return False
     awake = signals.actions[RUNNING].seconds + signals.waiting
     return (
-        _growth(signals, awake, window) >= 0.5 * total
+        _growth(signals, awake, part) >= 0.5 * total
         and len(parts) > 1
         and all(grown[n] / usual[n] >= 0.5 * total / sum(usual.values()) for n in parts)
     )
 
 
-def _more_work(signals: Signals, window: int, at: int, before: float, after: float) -> bool:
-    """Whether batches do more work after a window, and a position, so that they take longer.
+def _more_work(
+    signals: Signals, part: Numbers, slow: NDArray[np.bool_], before: float, after: float
+) -> bool:
+    """Whether slow batches, a part of each window, do more work than others.
 
     They have more FLOPs, tokens or samples, or more steps of optimizers.
     """
     more = least_work(after / before)
     steps = signals.total(signals.rows("optimizer_step"))
     each = float(steps.seconds.sum() / max(steps.calls.sum(), 1.0))
-    if each * _growth(signals, steps.calls, window) >= (more - 1) * before:
+    if each * _growth(signals, steps.calls, part) >= (more - 1) * before:
         return True
-    if signals.flops[at:].any():
-        earlier, later = signals.flops[:at], signals.flops[at:]
-        if np.isfinite(earlier).any() and np.isfinite(later).any():
-            least = more * float(np.nanmedian(earlier))
-            if 0 < least <= float(np.nanmedian(later)):
-                return True
+    if signals.flops.any():
+        usual, work = signals.flops[~slow], signals.flops[slow]
+        known = np.isfinite(usual).any() and np.isfinite(work).any()
+        if known and 0 < more * float(np.nanmedian(usual)) <= float(np.nanmedian(work)):
+            return True
     for name in ("batch/tokens", "batch/samples"):
         amounts, counts = signals.column(name), signals.column("batch/count")
         if amounts is None or counts is None:
             continue
-        early, late = (
-            amounts[part].sum() / max(counts[part].sum(), 1.0)
-            for part in (slice(signals.start, window), slice(window, None))
+        usual, work = (
+            (weights * amounts).sum() / max((weights * counts).sum(), 1.0)
+            for weights in (1 - part, part)
         )
-        if early and late / early >= more:
+        if usual and work / usual >= more:
             return True
     return False
 
 
 def _changed(
-    signals: Signals, grown: Mapping[str, float], window: int
+    signals: Signals, grown: Mapping[str, float], part: Numbers
 ) -> tuple[str | None, str | None]:
-    """The category, and the named action in it, that grew most at a window."""
+    """The category, and the named action in it, that grew most."""
     phase = max(grown, key=grown.__getitem__)
     if grown[phase] <= 0:
         return None, None
     rows = signals.rows(phase)
-    named = {row.name: _growth(signals, signals.actions[row].seconds, window) for row in rows}
+    named = {row.name: _growth(signals, signals.actions[row].seconds, part) for row in rows}
     culprit = max(named, key=named.__getitem__, default="")
     is_most = "." in culprit and named[culprit] >= 0.5 * grown[phase]
     return phase, culprit if is_most else None
 
 
-def _growth(signals: Signals, seconds: Numbers, window: int) -> float:
-    """Seconds per batch after a window, less those before it."""
-    counts = signals.counts
-    for early, late in (
-        (slice(signals.start, window), slice(window + 1, None)),
-        (slice(0, window), slice(window, None)),
-    ):
-        if counts[early].sum() and counts[late].sum():
-            before, after = (seconds[part].sum() / counts[part].sum() for part in (early, late))
-            return float(after - before)
+def _growth(signals: Signals, seconds: Numbers, part: Numbers) -> float:
+    """Seconds per batch of slow ones, which are a part of each window, less those of others.
+
+    By a regression. The warm-up counts if all other windows are alike.
+    """
+    for kept in (slice(signals.start, None), slice(None)):
+        counts = signals.counts[kept]
+        more = part[kept] - (counts * part[kept]).sum() / max(counts.sum(), 1.0)
+        spread = float((counts * more**2).sum())
+        if spread > 1e-9:
+            return float((more * seconds[kept]).sum() / spread)
     return 0.0
 
 
