@@ -12,6 +12,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -126,6 +127,8 @@ class FlopMeter:
         #: The number of the data loader.
         self._loader = 0
         self._warned_unpredictable = self._said_error = False
+        #: Whether a batch was not counted for a profiler.
+        self._profiled = False
         #: The names of what runs and has no known FLOPs, as one text: MFU is then a lower bound.
         self.not_counted = ""
         #: The count of the current batch, if its FLOPs are not known.
@@ -186,6 +189,12 @@ class FlopMeter:
         self._stop_counting()
         self._steps.restore()
         self._transfers.restore()
+        if self._profiled and not any(cache.costs for cache in self._caches.values()):
+            self._profiled = False
+            warn(
+                "FLOPs are not counted while torch.profiler records, whose trace would have each "
+                f"operator twice: mfu is not reported. {_DEFINE}"
+            )
         error = max((cache.error for cache in self._caches.values()), default=0.0)
         if error > _MOST_ERROR and not self._said_error:
             self._said_error = True
@@ -275,6 +284,9 @@ class FlopMeter:
             )
         elif not cache.tries or (cache.skips >= _TRIES and self.skipped):
             pass  # there is nothing to count, or not before a batch that is not skipped
+        elif _is_profiled():
+            self.work = cache.known(self._signature)
+            self._profiled |= self.work is None
         elif self._compiled:
             self.work = cache.known(self._signature) if self._shadow_spent else None
             if self.work is None:
@@ -292,6 +304,9 @@ class FlopMeter:
         return self._shadow_seconds > allowed
 
     def _in_backward(self) -> AbstractContextManager[Any]:
+        if self.counting is not None and self._cache is not None and _is_profiled():
+            self.work = self._cache.known(self._signature)  # a profiler has started meanwhile
+            self._stop_counting()
         counting = self.counting
         return (counting and counting.counter) or NOTHING
 
@@ -457,6 +472,11 @@ class FlopMeter:
         cost = self.peaks.cost_of(Counts(model=own, hardware=own))
         self._last_declared = flops, cost
         return cost
+
+
+def _is_profiled() -> bool:
+    """Whether torch.profiler records: its trace would have each counted operator twice."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 class _Step(MethodPatch):

@@ -14,6 +14,7 @@ import torch
 from helpers.fake_nvml import FakeGpu, FakeNvml, install
 from helpers.small import FLOPS_PER_SAMPLE, WIDTH, Records, Small, ours, trainer
 from lightning.pytorch import Callback
+from lightning.pytorch.profilers import PyTorchProfiler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -49,6 +50,55 @@ def test_all_keys_are_reported_every_five_batches(tmp_path: Path, records: Recor
     assert records.keys - {"epoch"} == KEYS
     assert [step for step, _ in records.of("batch_flops")] == [0, 4, 9, 14]
     assert [step for step, _ in records.of("mfu")] == [4, 9, 14]
+
+
+@pytest.mark.parametrize("first", [1, 5, 7])
+def test_the_users_own_profiler_has_each_operator_once(tmp_path: Path, first: int) -> None:
+    """Batches that torch.profiler records are not counted, nor one in which it starts."""
+
+    class Profiled(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.profiler = torch.profiler.profile()
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == first:
+                self.profiler.start()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == first + 4:
+                self.profiler.stop()
+
+    def operators(*callbacks: Callback) -> dict[str, int]:
+        trainer(tmp_path, *callbacks).fit(module := Profiled())
+        rows = module.profiler.key_averages()
+        return {row.key: row.count for row in rows if row.key.startswith("aten::")}
+
+    flops = Flops()
+    assert operators(flops) == operators()
+    assert flops.metrics["batch_flops"] == 4 * FLOPS_PER_SAMPLE
+
+
+def test_lightnings_profiler_has_each_operator_once(tmp_path: Path) -> None:
+    """It starts between the step and the backward of a batch."""
+
+    def operators(*callbacks: Callback) -> dict[str, int]:
+        profiler = PyTorchProfiler(dirpath=tmp_path, export_to_chrome=False)
+        trainer(tmp_path, *callbacks, profiler=profiler).fit(Small())
+        assert profiler.function_events is not None
+        rows = profiler.function_events.key_averages()
+        return {row.key: row.count for row in rows if row.key.startswith("aten::")}
+
+    assert operators(Flops()) == operators()
+
+
+def test_a_training_that_is_profiled_as_a_whole_is_not_counted(tmp_path: Path) -> None:
+    """One warning says why there is no MFU, and what to do."""
+    flops = Flops()
+    with torch.profiler.profile(), pytest.warns(PerfWarning, match="torch.profiler") as caught:
+        trainer(tmp_path, flops).fit(Small())
+    assert len(ours(caught)) == 1
+    assert not flops.metrics.get("batch_flops")
 
 
 def test_flops_are_counted_exactly(tmp_path: Path) -> None:
