@@ -127,8 +127,8 @@ class FlopMeter:
         #: The number of the data loader.
         self._loader = 0
         self._warned_unpredictable = self._said_error = False
-        #: Whether a batch was not counted for a profiler.
-        self._profiled = False
+        #: Batches that were not counted for a profiler.
+        self._profiled = 0
         #: The names of what runs and has no known FLOPs, as one text: MFU is then a lower bound.
         self.not_counted = ""
         #: The count of the current batch, if its FLOPs are not known.
@@ -189,8 +189,8 @@ class FlopMeter:
         self._stop_counting()
         self._steps.restore()
         self._transfers.restore()
-        if self._profiled and not any(cache.costs for cache in self._caches.values()):
-            self._profiled = False
+        if self._profiled > _TRIES and not any(cache.costs for cache in self._caches.values()):
+            self._profiled = 0
             warn(
                 "FLOPs are not counted while torch.profiler records, whose trace would have each "
                 f"operator twice: mfu is not reported. {_DEFINE}"
@@ -286,7 +286,7 @@ class FlopMeter:
             pass  # there is nothing to count, or not before a batch that is not skipped
         elif _is_profiled():
             self.work = cache.known(self._signature)
-            self._profiled |= self.work is None
+            self._profiled += self.work is None
         elif self._compiled:
             self.work = cache.known(self._signature) if self._shadow_spent else None
             if self.work is None:
