@@ -204,10 +204,12 @@ def unspanned(trainer: Trainer) -> Iterator[tuple[object, str, str, str]]:
     for loop, _, _ in evaluation_loops(trainer):
         yield loop, "setup_data", "dataloader_next", "iter"
         yield loop, "reset", "dataloader_next", "iter"
-    # The first two copy logged values to the host, the others reduce them.
+    # The first four copy logged values to the host, and log them; the others reduce them.
     connector = getattr(trainer, "_logger_connector", None)
     yield connector, "on_batch_end", "from_device", "Trainer.logged_values"
     yield connector, "log_metrics", "from_device", "Trainer.logged_values"
+    yield connector, "log_eval_end_metrics", "from_device", "Trainer.epoch_values"
+    yield connector, "update_train_epoch_metrics", "from_device", "Trainer.epoch_values"
     yield connector, "on_epoch_end", "reduce_metrics", "Trainer.epoch_values"
     yield connector, "update_eval_epoch_metrics", "reduce_metrics", "Trainer.epoch_values"
 
@@ -493,6 +495,15 @@ class Queue(NamedTuple):
     is_empty: bool
     #: Whether workers keep up: none has a batch to load besides the one that it loads now.
     is_full: bool
+
+
+def begins_loader(trainer: Trainer) -> bool:
+    """Whether an evaluation waits for the first batch of a DataLoader, of several each."""
+    return any(
+        getattr(loop._combined_loader._iterator, "_idx", None) == 0
+        for loop, *_ in evaluation_loops(trainer)
+        if _iterators(loop)
+    )
 
 
 def training_queues(trainer: Trainer) -> list[Queue]:

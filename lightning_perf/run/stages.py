@@ -86,11 +86,6 @@ class Counters:
         """Whether the last batch was the first of its epoch."""
         return self.batch == self._epoch_began[0] + 1
 
-    @property
-    def is_between_epochs(self) -> bool:
-        """Whether no batch of the current epoch has ended."""
-        return self.batch == self._epoch_began[0]
-
     def end_epoch(self) -> None:
         """Count an epoch and reset the counts within it."""
         self.cut_short = not self.epoch_ends

@@ -66,8 +66,6 @@ _KEPT = 10
 _FLUSH, _SHORT = 30.0, 0.05
 #: Spans that may take long without a sign of life, besides checkpoints.
 _SLOW = ("iter", "first fetch", "Trainer.epoch_values", COUNTING)
-#: Spans around what Lightning logs outside of hooks.
-_OUTSIDE = {"loop", "run_training_epoch", "Trainer.logged_values"}
 #: Seconds for the stacks of all child processes.
 _CHILDREN = 30.0
 #: The description of a frozen rank.
@@ -304,17 +302,14 @@ class _Watch:
         )
 
     def _is_slow(self, run: Run) -> bool:
-        """Whether the innermost open span, or one around it, may take long."""
-        actions, counters = self._clock.enclosing, run.counters
-        if any(
-            each.category == "checkpoint" or each.name in _SLOW or _is_rare(each.name)
-            for each in actions
-        ):
+        """Whether what runs, or a span around it, may take long."""
+        running = self._clock.running
+        if running.category == "dataloader_next" and compat.begins_loader(run.trainer):
             return True
-        # The metrics of an epoch are logged after its batches.
-        between = run.stage != "train" or counters.is_between_epochs
-        around = {each.name for each in actions[:-1]}
-        return between and actions[-1].category == "logging" and around <= _OUTSIDE
+        return any(
+            each.category == "checkpoint" or each.name in _SLOW or _is_rare(each.name)
+            for each in (*self._clock.enclosing, running)
+        )
 
     def _frames(self, text: str) -> list[Frame]:
         """The frames of the training's thread."""

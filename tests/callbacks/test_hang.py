@@ -31,9 +31,11 @@ from helpers import hanging
 from helpers.command import exit_code, until
 from helpers.fake_nvml import FakeGpu, install
 from helpers.hanging import Hangs, HangsElsewhere, Samples, TrainsAnother, line, training
-from helpers.small import RANKS, Records, Small, trainer
+from helpers.small import RANKS, WIDTH, Records, Small, trainer
 from helpers.users import process_of_another_user
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_perf import ConfigError, Hang, PerfWarning, SystemMetrics, Timings
@@ -636,8 +638,10 @@ def test_work_for_an_epoch_has_the_limit_of_hooks_outside_of_batches(
 
     class Logs(Records):
         def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-            if "epoch" in metrics and current_run(fitted):
+            if current_run(fitted) and "logged" in metrics:
                 look("log")
+            if "of a batch" in metrics:
+                look("log of a batch")
 
     class Evaluates(Small):
         def __init__(self) -> None:
@@ -653,6 +657,7 @@ def test_work_for_an_epoch_has_the_limit_of_hooks_outside_of_batches(
             self.logged.update(batch)
             self.own.update(batch)
             self.log("logged", self.logged, on_epoch=True)
+            self.log("of a batch", 1.0, on_step=True, on_epoch=False)
 
         def on_validation_epoch_end(self) -> None:
             self.own.compute()
@@ -665,8 +670,44 @@ def test_work_for_an_epoch_has_the_limit_of_hooks_outside_of_batches(
     fitted.fit(Evaluates())
     assert limits == {
         "train batch": {100.0}, "validate compute": {500.0}, "validate span in a hook": {500.0},
-        "validate log": {500.0},
+        "validate log": {500.0}, "validate log of a batch": {100.0},
     }  # fmt: skip
+
+
+def test_the_first_fetch_of_each_loader_has_a_longer_limit(
+    tmp_path: Path, watched: Callable[[Any], _Watch]
+) -> None:
+    """As has the start of training's iterator in each epoch; other fetches have that of batches."""
+    limits: list[float] = []
+
+    def look() -> None:
+        run = current_run(fitted)
+        if run is not None and run.stage:
+            limits.append(watched(run)._limit(run, []))
+
+    class Looks(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Tensor:
+            look()
+            return torch.ones(WIDTH)
+
+    class Starts(DataLoader[tuple[Tensor, Tensor]]):
+        def __iter__(self) -> Any:
+            look()
+            return super().__iter__()
+
+    class Evaluates(Small):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            pass
+
+    options = {"num_sanity_val_steps": 0, "max_epochs": 2, "limit_val_batches": 3}
+    fitted = trainer(tmp_path, Timings(), **options)
+    loaders = Starts(Samples(), 4), [DataLoader(Looks()) for _ in range(2)]
+    fitted.fit(Evaluates(), *loaders)
+    evaluated = [500.0, 100.0, 100.0] * 2
+    assert limits[-13:] == [*evaluated, 500.0, *evaluated]
 
 
 def test_the_first_batch_is_no_measure_of_others(

@@ -722,6 +722,14 @@ def test_a_gradual_slowdown_is_counted_from_its_start() -> None:
     assert found.predicted_speedup == pytest.approx(1.5, rel=0.08)
 
 
+def test_batches_that_grow_with_their_work_are_no_slowdown() -> None:
+    """A curriculum of longer sequences: FLOPs and times double together."""
+    growing = np.linspace(0.05, 0.1, STEPS)
+    signals = signals_of({"forward": growing.reshape(WINDOWS, -1).mean(axis=1)}, steps=growing)
+    found = diagnose(replace(signals, flops=growing * 1e12)).verdicts
+    assert "slowdown" not in {each.code for each in found}
+
+
 @pytest.mark.parametrize(
     ("ratio", "grown", "awake", "severity", "phase"),
     [

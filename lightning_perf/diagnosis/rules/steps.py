@@ -230,9 +230,10 @@ def slowdown(
     lost = np.maximum(np.bincount(windows, change.counted * excess, size), 0.0)
     # Which batches are slow, and the part of each window.
     slow = np.isin(np.arange(len(steps)), measured[np.concatenate(change.stretches)])
+    usual = np.isin(np.arange(len(steps)), measured[change.usual])
     each = np.maximum(np.bincount(windows, minlength=size), 1)
     part: Numbers = np.bincount(windows, slow[measured], size) / each
-    if after - before < LEAST or _more_work(signals, part, slow, before, after):
+    if after - before < LEAST or _more_work(signals, part, usual, slow, before, after):
         return
     if _growth(signals, signals.waiting, part) > 0.5 * (after - before):
         return  # other programs took the CPU: `cpu-saturated` reports it
@@ -258,7 +259,7 @@ def slowdown(
             "All its parts take longer alike, and need a CPU for longer: it is slower (its clock, "
             "heat, other programs or virtual machines), or the items are larger."
         )
-    usual = foreign >= named or (slower_cpu and after < varies * before)
+    as_usual = foreign >= named or (slower_cpu and after < varies * before)
     advice = f"{duration(after)} instead of {duration(before)}."
     advice += f" The time went to {culprit or phase}." if phase else ""
     if over:
@@ -278,7 +279,7 @@ def slowdown(
     yield Impact(
         lost, 1.0, culprit, phase, None, evidence, f"{advice} {look}", 0.0 if over else None,
         whole_run=True, on_host=False, inferred=True,
-        highest="info" if usual else "warning" if over else "critical",
+        highest="info" if as_usual else "warning" if over else "critical",
         within={n: part / total * lost for n, part in grown.items() if total},
     )  # fmt: skip
 
@@ -291,8 +292,9 @@ class _Change(NamedTuple):
     #: The positions of longer batches; the last stretch continues unless all are over.
     stretches: list[NDArray[np.intp]]
     over: bool
-    #: Which batches count.
+    #: Which batches count, and which are those before.
     counted: NDArray[np.bool_]
+    usual: NDArray[np.bool_]
 
 
 def _change(times: Numbers, ratio: float, sustained: int, varies: float) -> _Change | None:
@@ -314,15 +316,18 @@ def _change(times: Numbers, ratio: float, sustained: int, varies: float) -> _Cha
         stretches = [number[each[0] : each[-1] + 1] for each in parts]
         counted = np.isin(number, np.concatenate(stretches))
         before, after = (float(np.median(times[part])) for part in (~counted, counted))
-        return _Change(before, after, stretches, True, counted)
+        return _Change(before, after, stretches, True, counted, ~counted)
     change = stats.change_point(times, ratio, sustained)
     if change is None:
         return None
     # If steps became slower gradually, the first quarter is the original level.
-    early = float(np.median(times[: max(change.start // 4, stats.FEWEST_STEPS)]))
-    start = 0 if early * ratio**0.5 < change.before else change.start
-    before = min(early, change.before)
-    return _Change(before, change.after, [number[change.start :]], False, number >= start)
+    quarter = max(change.start // 4, stats.FEWEST_STEPS)
+    early = float(np.median(times[:quarter]))
+    gradual = early * ratio**0.5 < change.before
+    return _Change(
+        min(early, change.before), change.after, [number[change.start :]], False,
+        number >= (0 if gradual else change.start), number < (quarter if gradual else change.start),
+    )  # fmt: skip
 
 
 def _is_slower_cpu(signals: Signals, grown: Mapping[str, float], part: Numbers) -> bool:
@@ -341,9 +346,14 @@ def _is_slower_cpu(signals: Signals, grown: Mapping[str, float], part: Numbers) 
 
 
 def _more_work(
-    signals: Signals, part: Numbers, slow: NDArray[np.bool_], before: float, after: float
+    signals: Signals,
+    part: Numbers,
+    usual: NDArray[np.bool_],
+    slow: NDArray[np.bool_],
+    before: float,
+    after: float,
 ) -> bool:
-    """Whether slow batches, a part of each window, do more work than others.
+    """Whether slow batches, a part of each window, do more work than usual ones.
 
     They have more FLOPs, tokens or samples, or more steps of optimizers.
     """
@@ -353,19 +363,19 @@ def _more_work(
     if each * _growth(signals, steps.calls, part) >= (more - 1) * before:
         return True
     if signals.flops.any():
-        usual, work = signals.flops[~slow], signals.flops[slow]
-        known = np.isfinite(usual).any() and np.isfinite(work).any()
-        if known and 0 < more * float(np.nanmedian(usual)) <= float(np.nanmedian(work)):
+        earlier, work = signals.flops[usual], signals.flops[slow]
+        known = np.isfinite(earlier).any() and np.isfinite(work).any()
+        if known and 0 < more * float(np.nanmedian(earlier)) <= float(np.nanmedian(work)):
             return True
     for name in ("batch/tokens", "batch/samples"):
         amounts, counts = signals.column(name), signals.column("batch/count")
         if amounts is None or counts is None:
             continue
-        usual, work = (
+        fewer, amount = (
             (weights * amounts).sum() / max((weights * counts).sum(), 1.0)
             for weights in (1 - part, part)
         )
-        if usual and work / usual >= more:
+        if fewer and amount / fewer >= more:
             return True
     return False
 
