@@ -211,9 +211,9 @@ class Signals:
     def average(
         self, name: str, latest: bool = False, among: NDArray[np.bool_] | None = None
     ) -> float | None:
-        """The mean of a sensor over the run, or its ``latest`` window; None if it was not sampled.
+        """The mean of a sensor over the run, its ``latest`` window, or the windows ``among``.
 
-        Or ``among`` some windows. Its seconds are in ``NAME/seconds``; the sensors of a GPU share
+        None if it was not sampled. Its seconds are in ``NAME/seconds``; the sensors of a GPU share
         theirs.
         """
         values, seconds = self.column(name), self.column(f"{name}/seconds")
@@ -231,7 +231,7 @@ class Signals:
         return self.foreign_among(None)
 
     def foreign_among(self, windows: NDArray[np.bool_] | None) -> float | None:
-        """The same among some windows."""
+        """Percent of the CPUs that other programs use in some windows, or in all for None."""
         sensors = ("system/cpu_util_simple", "system/process_cpu")
         use, own = (self.average(name, among=windows) for name in sensors)
         if use is None or own is None:

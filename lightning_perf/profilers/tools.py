@@ -16,8 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch
-
 from lightning_perf.background import wait_until
 from lightning_perf.checks import flag, whole
 from lightning_perf.errors import ConfigError, RecorderBusy, describe, did_you_mean
@@ -171,7 +169,7 @@ class TorchProfilers:
         warms_up = (other := find()) is not None and (
             getattr(other, "kineto_results", None) is results
         )
-        return warms_up or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        return warms_up or compat.is_profiled()
 
     def _make_way(self, profiler: Any) -> None:
         if not self._starting:

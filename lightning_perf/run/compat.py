@@ -471,8 +471,12 @@ def _loaders(loop: Any) -> Sequence[Any]:
 
 def _iterators(loop: Any) -> Sequence[Any]:
     """The iterators of a loop's loaders, while it uses them."""
-    iterator = getattr(getattr(loop, "_combined_loader", None), "_iterator", None)
-    return getattr(iterator, "iterators", ())
+    return getattr(_iterator(loop), "iterators", ())
+
+
+def _iterator(loop: Any) -> Any:
+    """The iterator over all loaders of a loop; None before the first use."""
+    return getattr(getattr(loop, "_combined_loader", None), "_iterator", None)
 
 
 def own_transfer(trainer: Trainer, module: object) -> str:
@@ -498,12 +502,19 @@ class Queue(NamedTuple):
 
 
 def begins_loader(trainer: Trainer) -> bool:
-    """Whether an evaluation waits for the first batch of a DataLoader, of several each."""
+    """Whether an evaluation waits for the first batch of one of its DataLoaders.
+
+    For any thread: the iterator may be gone the next moment.
+    """
+    iterators = (_iterator(loop) for loop, *_ in evaluation_loops(trainer))
     return any(
-        getattr(loop._combined_loader._iterator, "_idx", None) == 0
-        for loop, *_ in evaluation_loops(trainer)
-        if _iterators(loop)
+        getattr(each, "_idx", None) == 0 and getattr(each, "iterators", ()) for each in iterators
     )
+
+
+def is_profiled() -> bool:
+    """Whether torch.profiler records."""
+    return bool(getattr(torch.autograd, "_profiler_enabled", bool)())
 
 
 def training_queues(trainer: Trainer) -> list[Queue]:

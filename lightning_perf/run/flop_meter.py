@@ -12,7 +12,6 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -284,7 +283,7 @@ class FlopMeter:
             )
         elif not cache.tries or (cache.skips >= _TRIES and self.skipped):
             pass  # there is nothing to count, or not before a batch that is not skipped
-        elif _is_profiled():
+        elif compat.is_profiled():  # its trace would have each counted operator twice
             self.work = cache.known(self._signature)
             self._profiled += self.work is None
         elif self._compiled:
@@ -304,7 +303,7 @@ class FlopMeter:
         return self._shadow_seconds > allowed
 
     def _in_backward(self) -> AbstractContextManager[Any]:
-        if self.counting is not None and self._cache is not None and _is_profiled():
+        if self.counting is not None and self._cache is not None and compat.is_profiled():
             self.work = self._cache.known(self._signature)  # a profiler has started meanwhile
             self._stop_counting()
         counting = self.counting
@@ -472,11 +471,6 @@ class FlopMeter:
         cost = self.peaks.cost_of(Counts(model=own, hardware=own))
         self._last_declared = flops, cost
         return cost
-
-
-def _is_profiled() -> bool:
-    """Whether torch.profiler records: its trace would have each counted operator twice."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
 class _Step(MethodPatch):
