@@ -23,6 +23,7 @@ from lightning_perf.files import read_bytes, write_text
 from lightning_perf.terminal import new_console, say
 from lightning_perf.trials import advice
 from lightning_perf.trials.experiment import Experiment, TrialsFailed
+from lightning_perf.trials.proof import FEWEST
 from lightning_perf.units import bytes_text, duration
 
 if TYPE_CHECKING:
@@ -256,7 +257,9 @@ class _Results:
             more = "let all trials end" if self.interrupted else "raise --minutes"
             yield f"there were too few rounds to be certain of {', '.join(few)}: {more}"
         if left := [each.name for each in experiment.not_tried]:
-            yield f"there was no time to try {', '.join(left)}: raise --minutes"
+            took = f"The first run took {duration(experiment.first.wall_seconds)}"
+            more = f"raise --minutes. {took}, and a change needs about {2 * FEWEST} trials"
+            yield f"there was no time to try {', '.join(left)}: {more}"
         for each in experiment.too_long:
             yield (
                 f"{each.name} is not tried: its effect is seen after {each.period:,.0f} batches, "

@@ -202,19 +202,21 @@ class Experiment:
             exact &= not any("validation" in each.keeps for each in settings)
         seeds = 0 if exact and self.first.result["dataset"] == "fixed" else len(_SEEDS)
         last = self._end - seeds * self.first.wall_seconds
-        left = share * (last - monotonic())
-        end, most = monotonic() + left, int(left / (FEWEST * max(self.first.wall_seconds, 1e-3)))
-        # As many at once as there is time for; then those that are left, if others were settled.
+        left = last - monotonic()
         tried: list[Setting] = []
-        while len(tried) < len(settings) and monotonic() + self.first.wall_seconds < end:
-            some = settings[len(tried) :][: max(most - 1, 1)]
-            self._race(Setting(), some, until=end)
-            tried += some
+        # All the time if there is nothing to combine, nor to compare with other seeds.
+        for end in (monotonic() + share * left, last, self._end):
+            most = int((end - monotonic()) / (FEWEST * max(self.first.wall_seconds, 1e-3)))
+            # As many at once as there is time for; then others, if these were settled.
+            while len(tried) < len(settings) and monotonic() + self.first.wall_seconds < end:
+                some = settings[len(tried) :][: max(most - 1, 1)]
+                self._race(Setting(), some, end)
+                tried += some
+            self._race(Setting(), tried, end)
+            if any(row.better for row in map(self._row, tried)):
+                break
         self.not_tried = [change for each in settings[len(tried) :] for change in each.changes]
-        settings = tried
-        if not any(row.better for row in map(self._row, settings)):  # nothing to combine
-            self._race(Setting(), settings, last)
-        rows = self._rows(settings)
+        rows = self._rows(tried)
         return rows, self._combined(_helping(rows))
 
     def so_far(self) -> tuple[list[Row], Row | None]:
@@ -382,7 +384,8 @@ class Experiment:
         if len(found) < FEWEST or before < _CACHED * np.median(found):
             return None
         first, now = duration(before), duration(float(np.median(found)))
-        return f"samples seem to come from a cache: as it is, a batch took {first}, and now {now}"
+        why = "samples come from a cache, or times vary too much"
+        return f"{why}: as it is, a batch took {first} in the first run, and {now} in trials"
 
     def _logs(self, setting: Setting, reference: Setting) -> list[float]:
         """The logarithm of the ratio of both times in each round that has both."""
