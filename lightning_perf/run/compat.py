@@ -164,12 +164,15 @@ def data_parallel_size(trainer: Trainer) -> int:
 
 def batches_seen(trainer: Trainer) -> tuple[int, int]:
     """Return the number of processed training batches: in total and in this epoch."""
-    progress = getattr(trainer.fit_loop.epoch_loop, "batch_progress", None)
+    loop = trainer.fit_loop.epoch_loop
+    progress = getattr(loop, "batch_progress", None)
     if progress is None:
         return 0, 0
     # Not "completed", which is one batch behind in a checkpoint written at the end of a batch.
     total, in_epoch = progress.total.processed, progress.current.processed
-    return total, in_epoch if in_epoch < trainer.num_training_batches else 0
+    # A fit after one that failed within an epoch begins the epoch again.
+    continues = getattr(loop, "restarting", True) and in_epoch < trainer.num_training_batches
+    return total, in_epoch if continues else 0
 
 
 def skips_backward(trainer: Trainer) -> bool:

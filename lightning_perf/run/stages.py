@@ -91,6 +91,10 @@ class Counters:
         self.cut_short = not self.epoch_ends
         self.epoch += 1
         self._moment_epoch, self.epoch_ends = self.epoch, False
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Reset the counts within the epoch."""
         self._epoch_began = self.batch, self.sample, self.token, self.total_wct
 
     def timestamp(self) -> Timestamp:
@@ -171,6 +175,8 @@ class Progress:
             # A checkpoint of an epoch's last batch: Lightning does not end that epoch again.
             counters.end_epoch()
             counters.epoch = trainer.current_epoch
+        elif not (resumed or in_epoch):
+            counters.begin_epoch()  # again, after a fit that failed within it
 
 
 class _Stage(NamedTuple):

@@ -15,7 +15,8 @@ import pytest
 from helpers.small import Records, Small, trainer
 from lightning.pytorch.tuner import Tuner
 
-from lightning_perf import always_on
+from lightning_perf import SpeedMonitor, always_on
+from lightning_perf.extend import Profiler
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.slow
@@ -157,3 +158,32 @@ def test_a_trainer_that_is_used_again_counts_its_batches(
 ) -> None:
     """Batches and samples of the summary are those that the module counted in the last fit."""
     use(tmp_path)
+
+
+class Files(Profiler):
+    """Writes a file in each window."""
+
+    def record(self, path: Path, context: Any, warmup: int) -> Any:
+        yield None
+        path.write_text("a batch")
+
+
+class Fails(L.Callback):
+    """Fails once, before a batch."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == 5 and trainer.fit_loop.epoch_loop.total_batch_idx == 5:
+            raise ValueError("once")
+
+
+def test_a_fit_after_one_that_failed_begins_its_epoch_again(tmp_path: Path) -> None:
+    """All windows are recorded, and time is left until the last batch."""
+    profiler, monitor = Files("every 3ba for 1ba"), SpeedMonitor(window_size=1)
+    logger, module = Named(tmp_path), Small()
+    run = trainer(tmp_path, Fails(), profiler, monitor, logger=logger, limit_train_batches=10)
+    with pytest.raises(ValueError, match="once"):
+        run.fit(module)
+    run.fit(module)
+    assert [stamp.batch for stamp, _ in profiler.saved_traces] == [4, 7, 10, 13]
+    *before, last = (left for _, left in logger.of("time/remaining_estimate"))
+    assert last == 0.0 < min(before)
