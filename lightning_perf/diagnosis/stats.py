@@ -27,9 +27,12 @@ _MOST_MEDIANS, FEWEST_STEPS = 200, 5
 _USUAL = 0.25
 #: Values are slow from this part of the level of slow ones on.
 SLOW = 0.4
+#: The part of the variance between the levels of a series that has two. Halves of normal values
+#: have 0.64, and of uniform values 0.75.
+_LEVELS = 0.7
 #: Stretches have this part of what slow values lose, and the last is over after this part of its
 #: events.
-_ONE, _OVER = 0.7, 0.5
+_ONE, OVER = 0.7, 0.5
 #: Stalls below this part of the usual one are another thing.
 _SMALL = 0.2
 #: Standard deviations of a normal distribution: of a probability of 0.001 on one side, and of 0.95
@@ -118,26 +121,28 @@ class Slow(NamedTuple):
     #: Seconds at each position beyond those of usual events.
     excess: Numbers
 
-    def passed(
-        self, counts: Numbers, most: int = 1
-    ) -> tuple[list[NDArray[np.intp]], Numbers] | None:
-        """The stretches that matter and their excess; None if they are more, or not over."""
+    def passed(self, counts: Numbers) -> tuple[NDArray[np.intp], Numbers] | None:
+        """The stretch that matters and its excess; None if there are more, or it is not over."""
         number = np.arange(len(self.excess))
+        largest = max(self.stretches, key=lambda each: float(self.excess[each].sum()))
+        begin, end = largest[0], largest[-1] + 1
         # The positions at which it begins and ends may be slow for a small part.
-        parts = [
-            np.where((number >= each[0] - 1) & (number <= each[-1] + 1), self.excess, 0.0)
-            for each in self.stretches
-        ]
-        largest = sorted(range(len(parts)), key=lambda index: -parts[index].sum())
-        slow = self.excess[np.concatenate(self.stretches)].sum()
-        for fewest in range(1, most + 1):
-            chosen = sorted(largest[:fewest])
-            part = np.max([parts[index] for index in chosen], axis=0)
-            if part.sum() >= _ONE * slow:
-                stretches = [self.stretches[index] for index in chosen]
-                events, later = counts[stretches[-1]].sum(), counts[stretches[-1][-1] + 1 :].sum()
-                return None if later < max(_OVER * events, 1.0) else (stretches, part)
-        return None
+        part = np.where((number >= begin - 1) & (number <= end), self.excess, 0.0)
+        if part.sum() < _ONE * self.excess[np.concatenate(self.stretches)].sum():
+            return None
+        later = counts[end:].sum()
+        return None if later < max(OVER * counts[largest].sum(), 1.0) else (largest, part)
+
+    def lasting(self, fewest: int) -> NDArray[np.intp]:
+        """The positions in stretches of some, if these are at one level, and others at another.
+
+        Gaps of one position are noise.
+        """
+        positions, within = np.concatenate(self.stretches), np.zeros(len(self.excess))
+        for part in np.split(positions, np.flatnonzero(np.diff(positions) > 2) + 1):
+            within[part[0] : part[-1] + 1] = len(part) >= fewest
+        both = (within - within.mean()) @ self.excess / len(within)
+        return np.flatnonzero(within * (both**2 > _LEVELS * within.var() * self.excess.var()))
 
 
 def slow(seconds: Numbers, counts: Numbers, least: float, ratio: float) -> Slow | None:

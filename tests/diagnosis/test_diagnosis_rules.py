@@ -730,6 +730,78 @@ def test_batches_that_grow_with_their_work_are_no_slowdown() -> None:
     assert "slowdown" not in {each.code for each in found}
 
 
+def slowed(by: float, *stretches: tuple[int, int]) -> Signals:
+    """Of 300 batches, some stretches take so many seconds longer in forward."""
+    steps = np.full(300, 0.05)
+    for begin, end in stretches:
+        steps[begin:end] += by
+    return signals_of({"forward": steps.reshape(-1, BATCHES).mean(axis=1)}, 30, steps=steps)
+
+
+RECURRING = [(begin, begin + 25) for begin in range(25, 300, 50)]
+
+
+@pytest.mark.parametrize(
+    ("by", "stretches", "text", "is_over"),
+    [
+        pytest.param(0.35, [(103, 118)], "In batches 103 to 117, ", True, id="short"),
+        pytest.param(0.06, [(60, 225)], "In batches 60 to 224, ", True, id="most of the run"),
+        pytest.param(0.017, [(60, 230)], "In batches 61 to 2", True, id="not much longer"),
+        pytest.param(
+            0.06, [(40, 80), (130, 170), (220, 260)],
+            "In 3 stretches of about 40 batches, the first from batch 40 on, ", False, id="three",
+        ),
+        pytest.param(
+            0.06, RECURRING, "In 6 stretches of about 25 batches, the first from batch 25 on, ",
+            False, id="half of the time",
+        ),
+        pytest.param(
+            0.1, [(20, 40), (60, 80), (100, 120)], "In 3 stretches of about 20 ", True, id="past",
+        ),
+        pytest.param(
+            0.06, [(50, 100), (250, 300)], "In batches 50 to 99 and batches 250 to 299, ", False,
+            id="until the end",
+        ),
+        pytest.param(0.35, [(285, 300)], "From batch 285 on, ", False, id="at the end"),
+    ],
+)  # fmt: skip
+def test_slow_stretches_are_named_with_their_share(
+    by: float, stretches: list[tuple[int, int]], text: str, is_over: bool
+) -> None:
+    """There is nothing to gain from what is over, and their share from what recurs."""
+    signals = slowed(by, *stretches)
+    (found,) = diagnose(signals).verdicts
+    lost = by * sum(end - begin for begin, end in stretches)
+    assert (found.code, found.share) == ("slowdown", pytest.approx(lost / (15 + lost), rel=0.05))
+    assert found.advice.startswith(text)
+    assert ("This is over" in found.advice) == is_over
+    gain = 1.0 if is_over else 1 / (1 - found.share)
+    assert found.predicted_speedup == pytest.approx(gain)
+    is_critical = found.share > 0.2 and not is_over and len(stretches) > 1
+    assert found.severity == ("critical" if is_critical else "warning")
+
+
+def test_stretches_of_batches_with_more_work_are_no_slowdown() -> None:
+    """Batches that are sorted by their lengths, again and again."""
+    signals = slowed(0.06, *RECURRING)
+    found = diagnose(replace(signals, flops=signals.steps * 1e12)).verdicts
+    assert [each.code for each in found] == ["healthy"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_batches_of_random_seconds_have_no_slow_stretches(seed: int) -> None:
+    """Nor have those that are slow in turns of a few batches."""
+    random, turns = np.random.default_rng(seed), np.arange(300) % (seed + 2) <= seed // 2
+    series = (
+        random.uniform(0.02, 0.08, 300), random.lognormal(-3, 1, 300),
+        random.choice([0.02, 0.06], 300), 0.05 + 0.05 * turns,
+    )  # fmt: skip
+    for steps in series:
+        windows = steps.reshape(-1, BATCHES).mean(axis=1)
+        found = diagnose(signals_of({"forward": windows}, 30, steps=steps)).verdicts
+        assert not [each for each in found if each.code == "slowdown" and each.severity != "info"]
+
+
 @pytest.mark.parametrize(
     ("ratio", "grown", "awake", "severity", "phase"),
     [
@@ -1125,7 +1197,8 @@ def assert_one_number_per_cause(verdict: Verdict) -> None:
         assert 0 < certain <= share
         each = evidence["seconds_per_batch"]
         expected = severity_of(share, certain, threshold, each)
-        limits = {"warmup": "warning", "periodic-stall": verdict.severity}
+        limits = dict.fromkeys(("warmup", "slowdown"), "warning")
+        limits |= {"periodic-stall": verdict.severity}
         if speedup == 1:
             limits = {verdict.code: "warning"}
         assert verdict.severity in (expected, limits.get(verdict.code))

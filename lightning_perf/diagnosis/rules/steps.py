@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 _BEFORE = (".on_train_start", ".on_train_epoch_start")
 #: Categories below this share of a batch are too noisy to compare.
 _PART = 0.05
-#: Blocks of batches in which slow stretches are searched, and the batches and number of these.
-_BLOCKS, _STRETCH, _STRETCHES = 200, 20, 2
+#: Blocks of batches in which slow stretches are searched; the blocks and slow batches of one, the
+#: number of those that recur, and the part of their batches that is slow.
+_BLOCKS, _LEAST, _STRETCH, _RECUR, _MOSTLY = 200, 2, 12, 3, 0.7
 
 
 def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iterable[Impact]:
@@ -212,8 +214,9 @@ def slowdown(
     """A change to longer batches, without stalls, unless they do more work.
 
     Longer by a ratio, with a number of batches before and after; or by the ratio ``varies``, up to
-    which the speed of a CPU may vary without a warning, in one or two stretches that are over.
-    There is no warning either if other programs use a share ``named`` of the CPUs more meanwhile.
+    which the speed of a CPU may vary without a warning, in some stretches. It is critical only if
+    it is not over, and has the number of batches. There is no warning if other programs use a
+    share ``named`` of the CPUs more in the stretches.
     """
     steps = signals.within_epochs
     measured = np.flatnonzero(np.isfinite(steps))
@@ -223,13 +226,14 @@ def slowdown(
     change = _change(steps[measured], ratio, sustained, varies)
     if change is None:
         return
-    before, after, over = change.before, change.after, change.over
+    before, after, stretches = change.before, change.after, change.stretches
+    continues = len(stretches) == 1 and not change.over
     at, size = measured + signals.dropped, len(signals.windows)  # of this process
     windows = np.searchsorted(np.cumsum(signals.counts), at, side="right").clip(0, size - 1)
     excess = np.minimum(steps[measured] - before, after)
     lost = np.maximum(np.bincount(windows, change.counted * excess, size), 0.0)
     # Which batches are slow, and the part of each window.
-    slow = np.isin(np.arange(len(steps)), measured[np.concatenate(change.stretches)])
+    slow = np.isin(np.arange(len(steps)), measured[np.concatenate(stretches)])
     usual = np.isin(np.arange(len(steps)), measured[change.usual])
     each = np.maximum(np.bincount(windows, minlength=size), 1)
     part: Numbers = np.bincount(windows, slow[measured], size) / each
@@ -238,19 +242,19 @@ def slowdown(
     if _growth(signals, signals.waiting, part) > 0.5 * (after - before):
         return  # other programs took the CPU: `cpu-saturated` reports it
     grown = {name: _growth(signals, signals.category(name), part) for name in IN_BATCHES}
-    if over and sum(grown.values()) < 0.5 * (after - before):
+    if not continues and sum(grown.values()) < 0.5 * (after - before):
         return  # windows do not show it
     slower_cpu = _is_slower_cpu(signals, grown, part)
     phase, culprit = (None, None) if slower_cpu else _changed(signals, grown, part)
     at += signals.windows[0].first.batch  # a resumed run does not start at 0
-    first = int(at[change.stretches[0][0]])
+    first = int(at[stretches[0][0]])
     evidence = without_none(
-        batch=float(first), before_seconds=None if over else before,
-        after_seconds=None if over else after,
+        batch=float(first), before_seconds=before if continues else None,
+        after_seconds=after if continues else None,
         cpu_percent=signals.average("system/cpu_util_simple"),
     )  # fmt: skip
-    foreign = signals.more_foreign(part > 0) if over else 0.0
-    grows = "" if over else "state that grows, for "
+    foreign = 0.0 if continues else signals.more_foreign(part > 0)
+    grows = "state that grows, for " if continues else ""
     look = f"Look for {grows}throttling, and for other programs on the machine."
     if foreign >= named:
         look = f"Other programs used {foreign:.0%} more of the CPUs then."
@@ -262,35 +266,40 @@ def slowdown(
     as_usual = foreign >= named or (slower_cpu and after < varies * before)
     advice = f"{duration(after)} instead of {duration(before)}."
     advice += f" The time went to {culprit or phase}." if phase else ""
-    if over:
-        names = (
-            stretch_of(signals, int(at[each[0]]), int(at[each[-1]]) + 1, 0.1 * len(each))
-            for each in change.stretches
-        )
-        again = ", but may come again" if len(change.stretches) > 1 else ""
-        advice = (
-            f"In {' and '.join(names)}, a batch took {advice} They took "
-            f"{duration(float(lost.sum()))} longer in all. This is over{again}."
-        )
-    else:
+    if continues:
         advice = f"From batch {first} on, a batch takes {advice}"
+    else:
+        names = " and ".join(
+            stretch_of(signals, int(at[each[0]]), int(at[each[-1]]) + 1, 0.1 * len(each))
+            for each in stretches
+        )
+        if len(stretches) >= _RECUR:
+            length = f"{np.median([len(each) for each in stretches]):.0f} batches"
+            names = f"{len(stretches)} stretches of about {length}, the first from batch {first} on"
+        again = ", but may come again" if len(stretches) > 1 else ""
+        advice = (
+            f"In {names}, a batch took {advice} They took {duration(float(lost.sum()))} longer in "
+            f"all.{f' This is over{again}.' if change.over else ''}"
+        )
+    is_lasting = not change.over and slow.sum() >= sustained
     grown = {name: max(seconds, 0.0) for name, seconds in grown.items()}
     total = sum(grown.values())
     yield Impact(
-        lost, 1.0, culprit, phase, None, evidence, f"{advice} {look}", 0.0 if over else None,
+        lost, 1.0, culprit, phase, None, evidence, f"{advice} {look}", 0.0 if change.over else None,
         whole_run=True, on_host=False, inferred=True,
-        highest="info" if as_usual else "warning" if over else "critical",
+        highest="info" if as_usual else "critical" if is_lasting else "warning",
         within={n: part / total * lost for n, part in grown.items() if total},
     )  # fmt: skip
 
 
 class _Change(NamedTuple):
-    """Longer batches, from one of them on or in some stretches that are over."""
+    """Longer batches, from one of them on or in some stretches."""
 
     before: float
     after: float
-    #: The positions of longer batches; the last stretch continues unless all are over.
+    #: The positions of longer batches.
     stretches: list[NDArray[np.intp]]
+    #: Whether no more are expected.
     over: bool
     #: Which batches count, and which are those before.
     counted: NDArray[np.bool_]
@@ -299,27 +308,20 @@ class _Change(NamedTuple):
 
 def _change(times: Numbers, ratio: float, sustained: int, varies: float) -> _Change | None:
     """What became longer in some seconds of batches; None if nothing."""
-    size = max(stats.FEWEST_STEPS, len(times) // _BLOCKS)
-    count = len(times) // size
-    # Stalls do not change medians.
-    sizes = np.full(count, float(size))
-    medians = np.median(times[: count * size].reshape(count, size), axis=1)
-    slow = stats.slow(sizes * medians, sizes, LEAST, varies)
-    passed = None if slow is None else slow.passed(sizes, _STRETCHES)
-    number = np.arange(len(times))
-    if slow is not None and passed is not None and size * min(map(len, passed[0])) >= _STRETCH:
-        # They begin and end within the blocks beside them, and gaps of one block are noise.
-        blocks = np.concatenate(passed[0])
-        near = np.isin(number // size, [blocks - 1, blocks, blocks + 1])
-        longer = np.flatnonzero(near & (times > slow.usual + stats.SLOW * slow.longer))
-        parts = np.split(longer, np.flatnonzero(np.diff(longer) > 2 * size) + 1)
-        stretches = [number[each[0] : each[-1] + 1] for each in parts]
-        counted = np.isin(number, np.concatenate(stretches))
-        before, after = (float(np.median(times[part])) for part in (~counted, counted))
-        return _Change(before, after, stretches, True, counted, ~counted)
+    stretches, number, found = _stretches(times, varies), np.arange(len(times)), None
+    if stretches:
+        due = min(stats.OVER * len(stretches[-1]), sustained)
+        if len(stretches) >= _RECUR:  # the next one may be late
+            due = 2.0 * max(later[0] - each[-1] for each, later in pairwise(stretches))
+        found = _in_stretches(times, stretches, over=len(times) - stretches[-1][-1] > due)
+        if found.over or len(stretches) > 1:
+            return found
     change = stats.change_point(times, ratio, sustained)
     if change is None:
-        return None
+        return found
+    back = stats.change_point(times[change.start :][::-1], ratio, sustained)
+    if back is not None and 2 * back.before < change.before + change.after:
+        return _in_stretches(times, [number[change.start : -back.start]], over=True)
     # If steps became slower gradually, the first quarter is the original level.
     quarter = max(change.start // 4, stats.FEWEST_STEPS)
     early = float(np.median(times[:quarter]))
@@ -328,6 +330,36 @@ def _change(times: Numbers, ratio: float, sustained: int, varies: float) -> _Cha
         min(early, change.before), change.after, [number[change.start :]], False,
         number >= (0 if gradual else change.start), number < (quarter if gradual else change.start),
     )  # fmt: skip
+
+
+def _stretches(times: Numbers, varies: float) -> list[NDArray[np.intp]]:
+    """The positions of seconds that are longer by a ratio, in each stretch of them."""
+    size = max(stats.FEWEST_STEPS, len(times) // _BLOCKS)
+    count = len(times) // size
+    # Stalls do not change medians.
+    sizes = np.full(count, float(size))
+    medians = np.median(times[: count * size].reshape(count, size), axis=1)
+    slow = stats.slow(sizes * medians, sizes, LEAST, varies)
+    if slow is None or not len(blocks := slow.lasting(_LEAST)):
+        return []
+    # They begin and end within the blocks beside them.
+    parts = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
+    longer = np.flatnonzero(times > slow.usual + stats.SLOW * slow.longer)
+    found = (
+        longer[np.isin(longer // size, np.r_[part[0] - 1, part, part[-1] + 1])] for part in parts
+    )
+    # Medians of batches that alternate are long at times, too.
+    return [
+        np.arange(each[0], each[-1] + 1)
+        for each in found
+        if len(each) >= _STRETCH and len(each) > _MOSTLY * np.ptp(each)
+    ]
+
+
+def _in_stretches(times: Numbers, stretches: list[NDArray[np.intp]], over: bool) -> _Change:
+    slow = np.isin(np.arange(len(times)), np.concatenate(stretches))
+    before, after = (float(np.median(times[part])) for part in (~slow, slow))
+    return _Change(before, after, stretches, over, slow, ~slow)
 
 
 def _is_slower_cpu(signals: Signals, grown: Mapping[str, float], part: Numbers) -> bool:
