@@ -730,9 +730,9 @@ def test_batches_that_grow_with_their_work_are_no_slowdown() -> None:
     assert "slowdown" not in {each.code for each in found}
 
 
-def slowed(by: float, *stretches: tuple[int, int]) -> Signals:
-    """Of 300 batches, some stretches take so many seconds longer in forward."""
-    steps = np.full(300, 0.05)
+def slowed(by: float, *stretches: tuple[int, int], later: float = 0.0) -> Signals:
+    """Of 300 batches, some stretches take so many seconds longer in forward, and later ones."""
+    steps = np.repeat([0.05, 0.05 + later], [100, 200])
     for begin, end in stretches:
         steps[begin:end] += by
     return signals_of({"forward": steps.reshape(-1, BATCHES).mean(axis=1)}, 30, steps=steps)
@@ -779,6 +779,12 @@ def test_slow_stretches_are_named_with_their_share(
     assert found.predicted_speedup == pytest.approx(gain)
     is_critical = found.share > 0.2 and not is_over and len(stretches) > 1
     assert found.severity == ("critical" if is_critical else "warning")
+
+
+def test_a_small_change_does_not_hide_a_slow_stretch_at_the_end() -> None:
+    """The verdict names what took most of the time."""
+    (found,) = diagnose(slowed(0.35, (285, 300), later=0.006)).verdicts
+    assert found.advice.startswith("From batch 285 on, a batch takes 406 ms instead of 56.0 ms.")
 
 
 def test_stretches_of_batches_with_more_work_are_no_slowdown() -> None:

@@ -317,7 +317,8 @@ def _change(times: Numbers, ratio: float, sustained: int, varies: float) -> _Cha
         if found.over or len(stretches) > 1:
             return found
     change = stats.change_point(times, ratio, sustained)
-    if change is None:
+    small = 0.0 if found is None else (found.after - found.before) / 2
+    if change is None or change.after - change.before < small:
         return found
     back = stats.change_point(times[change.start :][::-1], ratio, sustained)
     if back is not None and 2 * back.before < change.before + change.after:
