@@ -349,38 +349,41 @@ def test_a_rank_0_that_ran_no_python_does_not_replace_the_report(tmp_path: Path)
 
 #: What a py-spy may do.
 PY_SPY = {
-    "shows": "#!/bin/sh\necho native stacks $*\n",
     "never ends": "#!/bin/sh\nexec sleep 1000\n",
+    "shows": "#!/bin/sh\necho native stacks $*\n",
     "may not": "#!/bin/sh\necho no permission >&2; exit 1\n",
     "no text": "#!/bin/sh\nprintf '\\377'\n",
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", PY_SPY)
-def test_a_report_does_not_wait_for_py_spy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_report_does_not_wait_for_py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written first; what py-spy shows follows, also of a child without our handler."""
-    (program := tmp_path / "py-spy").write_text(PY_SPY[kind])
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(stacks, "_PY_SPY_PATIENCE", 3.0)
-    with training(tmp_path, Hangs(hanging.sleep_with_child)) as process:
-        report = Path(until(lambda: [*tmp_path.glob("*/hang/report.md")])[0])
-        assert "in forward" in report.read_text()
-        its = report.with_name("rank0.stacks.txt")
-        assert kind != "never ends" or "py-spy" not in its.read_text()
+    path, running = os.environ["PATH"], {}
+    with ExitStack() as stack:
+        for kind, text in PY_SPY.items():
+            (folder := tmp_path / kind).mkdir()
+            (program := folder / "py-spy").write_text(text)
+            program.chmod(0o755)
+            monkeypatch.setenv("PATH", f"{folder}:{path}")
+            hangs = training(folder, Hangs(hanging.sleep_with_child))
+            running[kind] = stack.enter_context(hangs).pid
         expected = {
-            "shows": f"native stacks dump --native --pid {process.pid}\n",
+            "shows": f"native stacks dump --native --pid {running['shows']}\n",
             "never ends": "it took too long",
             "may not": "py-spy failed: no permission",
             "no text": "\N{REPLACEMENT CHARACTER}",
         }
-        until(lambda: expected[kind] in its.read_text())
-        if kind == "shows":
-            (child,) = psutil.Process(process.pid).children()
-            assert f"--pid {child.pid}\n" in its.read_text()
+        for kind, pid in running.items():
+            report = Path(until(lambda: [*(tmp_path / kind).glob("*/hang/report.md")])[0])  # noqa: B023
+            assert "in forward" in report.read_text()
+            its = report.with_name("rank0.stacks.txt")
+            assert kind != "never ends" or "py-spy" not in its.read_text()
+            until(lambda: expected[kind] in its.read_text())  # noqa: B023
+            if kind == "shows":
+                (child,) = psutil.Process(pid).children()
+                assert f"--pid {child.pid}\n" in its.read_text()
 
 
 @pytest.mark.slow

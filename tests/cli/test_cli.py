@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
+import runpy
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -126,27 +128,33 @@ def test_a_printed_configuration_can_be_read_back(fork_server: ForkServer, tmp_p
     assert both.callbacks[0].window_size == 7
 
 
-@pytest.mark.slow
+def run_example(*args: str) -> None:
+    """The example as a script, called with these arguments."""
+    example = CONFIGS.parent / "examples" / "train_gpt.py"
+    os.environ.pop("MLFLOW_TRACKING_URI", None)  # MLflow stores the address of another run there
+    sys.argv = [str(example), *args]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_configuration_trains(
-    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    fork_server: ForkServer, path: Path, in_tmp: Path, mlflow_tables: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Each file in configs/ runs for a few steps with the example, and its run can be reported."""
     if "flamegraph: true" in path.read_text() and before("1.19.1", "memray"):
         pytest.skip("memray's earlier flame graphs need a network")
-    # MLflow stores the address of another test's run there.
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    example = CONFIGS.parent / "examples" / "train_gpt.py"
-    command = [
-        sys.executable, str(example), "fit", "--config", str(path),
-        "--trainer.max_steps", "12", "--trainer.accelerator", "cpu",
+    args = [
+        "fit", "--config", str(path), "--trainer.max_steps", "12", "--trainer.accelerator", "cpu",
         "--data.megabytes", "0.2", "--model.layers", "1",
     ]  # fmt: skip
     if path.stem == "demo":
-        command += ["--trainer.limit_val_batches", "1", "--trainer.val_check_interval", "6"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "PerfWarning" not in done.stderr
+        shutil.copy(mlflow_tables, in_tmp)
+        args += ["--trainer.limit_val_batches", "1", "--trainer.val_check_interval", "6"]
+    ended = fork_server.run(in_tmp, run_example, *args)
+    assert ended.code == 0, ended.stderr
+    assert "PerfWarning" not in ended.stderr
     code, report, _ = call(capsys, "report")
     assert code == 0
     assert "steps 0 to 11" in report

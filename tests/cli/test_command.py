@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from helpers.command import call, exit_code
+from helpers.faults import ForkServer
 from helpers.servers import free_port
 
 from lightning_perf import __version__
+from lightning_perf.cli import main
 
 COMMANDS = [
     "capture", "compare", "devices", "doctor", "measure", "report", "run", "trace", "upload",
@@ -254,16 +256,16 @@ def test_what_cannot_be_imported_is_left_to_the_program(missing: str, in_tmp: Pa
 SHOW = "import os, sys; print(os.environ['LIGHTNING_PERF'], sys.argv[1:]); sys.exit(7)"
 
 
-@pytest.mark.slow
-def test_run_passes_all_arguments_to_the_script(in_tmp: Path) -> None:
+def test_run_passes_all_arguments_to_the_script(fork_server: ForkServer, in_tmp: Path) -> None:
     """The script gets an absolute path and options like ours, and its exit code is returned."""
     (in_tmp / "my.yaml").write_text("- class_path: lightning_perf.Flops")
-    ours = [sys.executable, "-m", "lightning_perf", "run", "--config", "my.yaml", "--"]
+    ours = ["run", "--config", "my.yaml", "--"]
     theirs = [sys.executable, "-c", SHOW, "--config", "x", "--", "--tracking_uri"]
     expected = f"{in_tmp.resolve() / 'my.yaml'} ['--config', 'x', '--', '--tracking_uri']\n"
     for command in ([*ours, *theirs], [*ours[:-1], *theirs]):  # with and without our dashes
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == (7, expected)
+        (in_tmp / "stdout").unlink(missing_ok=True)
+        ended = fork_server.run(in_tmp, main, command)
+        assert (ended.code, (in_tmp / "stdout").read_text()) == (7, expected)
 
 
 #: Each command that prints, in a fork of a process that has all imports.

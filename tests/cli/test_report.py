@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -319,10 +320,12 @@ def test_files_that_the_user_adds_to_a_folder_do_not_replace_the_summary(
 
 @pytest.mark.slow
 def test_a_file_of_another_tool_is_not_a_run(
-    in_tmp: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    in_tmp: Path, mlflow_tables: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """A newer summary.json of something else hides neither a folder nor a run in MLflow."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # MLflow sets it in other tests
+    shutil.copy(mlflow_tables, in_tmp / "own.db")
     address = f"sqlite:///{in_tmp}/own.db"  # without the runs of other tests, which may be later
     monkeypatch.setattr(lightning_perf.tracking.runs, "default_tracking_uri", lambda: address)
     client = MlflowClient(address)

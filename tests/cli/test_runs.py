@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import time
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -58,8 +59,9 @@ def _no_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def client(in_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
+def client(in_tmp: Path, mlflow_tables: Path, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
     """Of a database that the environment names: MLflow keeps one open per address."""
+    shutil.copy(mlflow_tables, in_tmp)
     address = f"sqlite:///{in_tmp}/mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     return MlflowClient(address)  # another test may have set one for the process
@@ -170,10 +172,12 @@ def test_what_cannot_be_shown_is_one_line(
 
 
 @pytest.mark.slow
-def test_a_thousand_runs_take_few_requests(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_thousand_runs_take_few_requests(
+    tmp_path: Path, mlflow_tables: Path, capsys: Any, monkeypatch: Any
+) -> None:
     """Of a real server: one per 1,000 runs, and two per summary that is shown."""
     port = free_port()
-    server = start_mlflow(tmp_path, port)
+    server = start_mlflow(tmp_path, port, mlflow_tables)
     try:
         client = MlflowClient(f"http://127.0.0.1:{port}")
         use_for_artifacts(f"http://127.0.0.1:{port}")

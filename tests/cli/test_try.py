@@ -210,7 +210,7 @@ def test_slow_items_get_workers(
     before = script.read_bytes(), sorted(folder.rglob("*"))
     page, target = tmp_path / "page.html", tmp_path / "fast.yaml"
     code, out, err = call(
-        capsys, "try", "--minutes", "6", "--seconds", "1", "--only", "input", "--json",
+        capsys, "try", "--minutes", "6", "--seconds", "0.5", "--only", "input", "--json",
         "--html", str(page), "-o", str(target), "--keep", run, "--tracking-uri", mlflow_server,
         "--", sys.executable, "train.py", "slow",
     )  # fmt: skip

@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -153,12 +155,25 @@ def check(folder: Path, ended: Ended, with_ours: bool) -> None:
         assert read_summary(summary)["status"] != "running", said
 
 
+@pytest.fixture(scope="module")
+def marks_of(
+    fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[bool], list[int]]:
+    """The first and last calls, and those between parts, of a training without signals."""
+
+    @cache
+    def marks(with_ours: bool) -> list[int]:
+        folder = tmp_path_factory.mktemp("whole")
+        check(folder, fork_server.run(folder, train, [], 0, with_ours), with_ours)
+        return list(json.loads((folder / "calls").read_text()))
+
+    return marks
+
+
 def sweep(
-    server: ForkServer, folder: Path, signals: list[int], moments: int, with_ours: bool
-) -> None:
-    whole = server.run(folder / "whole", train, [], 0, with_ours)
-    check(folder / "whole", whole, with_ours)
-    marks = json.loads((folder / "whole" / "calls").read_text())
+    server: ForkServer, folder: Path, signals: list[int], moments: int, marks: list[int],
+    with_ours: bool,
+) -> None:  # fmt: skip
     parts = pairwise(marks)
     # As many during imports, set-up, training and the end.
     each = moments // (len(marks) - 1)
@@ -175,18 +190,19 @@ def batched(values: list[int], size: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", SIGNALS)
 def test_a_signal_at_any_moment_loses_nothing(
-    fork_server: ForkServer, tmp_path: Path, name: str
+    fork_server: ForkServer, tmp_path: Path, marks_of: Callable[[bool], list[int]], name: str
 ) -> None:
     """The exit code is Lightning's, the summary is there, and no recording lacks its name."""
-    sweep(fork_server, tmp_path, SIGNALS[name], MOMENTS, True)
+    sweep(fork_server, tmp_path, SIGNALS[name], MOMENTS, marks_of(True), True)
 
 
 def test_the_exit_codes_are_those_of_lightning_alone(
-    fork_server: ForkServer, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path, marks_of: Callable[[bool], list[int]]
 ) -> None:
     """The codes that the tests expect are right without us."""
     for name in ("SIGINT", "SIGTERM"):
-        sweep(fork_server, tmp_path / name, SIGNALS[name], MOMENTS // 2, False)
+        marks = marks_of(False)
+        sweep(fork_server, tmp_path / name, SIGNALS[name], MOMENTS // 2, marks, False)
 
 
 class TimedOut(Small):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +83,6 @@ class Elsewhere(MLFlowLogger):
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
             "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "0",
         }
-        # One for both trainings, because it takes seconds to create.
         database = f"sqlite:///{folder.parents[1]}/mlflow.db"
         super().__init__("elsewhere", tracking_uri=database, run_name="gone")
         _ = self.experiment
@@ -110,9 +110,11 @@ def gone(folder: Path) -> Setting:
     ids=["nothing", "folder", "quota", "logger", "server", "overrides"],
 )
 def test_our_warnings_as_errors_do_not_stop_training(
-    fork_server: ForkServer, tmp_path: Path, make: Make, ours: list[Profiler], left: set[str] | None
-) -> None:
+    fork_server: ForkServer, tmp_path: Path, mlflow_tables: Path, make: Make, ours: list[Profiler],
+    left: set[str] | None,
+) -> None:  # fmt: skip
     """Training ends as without us, recordings are complete, and the warning is logged."""
+    shutil.copy(mlflow_tables, tmp_path)
     ended, without = (
         fork_server.run(folder, fit, folder / "out", strict, make, folder / "out", ours=mine)
         for folder, mine in ((tmp_path / "ours", ours), (tmp_path / "without", []))

@@ -2,7 +2,7 @@
 server.
 
 A new interpreter per training would spend nine seconds on imports. Instead, one process imports
-everything and forks a child per training; each child exits like any interpreter.
+everything and forks a child per training; each child that fails exits like any interpreter.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 import viztracer  # noqa: F401
 from lightning.pytorch import Callback
 
+from helpers import leaving
 from helpers.servers import free_port
 from helpers.small import Records, Small, trainer
 from lightning_perf import Fixed, Memray, PyTorch, Schedule, Stages, VizTracer
@@ -53,8 +54,9 @@ def files(profiler: str, *batches: int, rank: int = 0) -> set[str]:
     return {name.format(rank, batch) for name in _FILES[profiler] for batch in batches}
 
 
-#: The files at that time, of three windows.
-DONE = files("PyTorch", 2) | files("VizTracer", 4) | files("Memray", 6)
+#: The files at that time, of one window of each.
+EACH = {name: files(name, batch) for name, batch in zip(_FILES, (2, 4, 6), strict=True)}
+DONE = set().union(*EACH.values())
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -96,12 +98,15 @@ class Child:
         return Ended(code, stderr, json.loads(outcome.read_text()) if outcome.exists() else None)
 
 
+_SERVER = "import helpers.leaving; from helpers.faults import serve; serve()()"
+
+
 class ForkServer:
     """Starts processes by forking one that has all imports."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from helpers.faults import serve; serve()()"],
+            [sys.executable, "-c", _SERVER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=_environment() | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
@@ -178,7 +183,12 @@ def _born(
     os.chdir(folder)
     for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
-    return lambda: job(*args, **kwargs)
+
+    def run() -> None:
+        job(*args, **kwargs)
+        leaving.done = True
+
+    return run
 
 
 def _on_rank(environment: dict[str, str], job: Callable[..., None], args: Any) -> None:
@@ -246,8 +256,13 @@ def raises() -> None:
     raise RuntimeError("planted")
 
 
-def profilers(open_one: str, **options: Any) -> list[Profiler]:
-    """Three profilers record a window each in turn; one also records batches 8 to 11, and 13."""
+def profilers(open_one: str, alone: bool = False) -> list[Profiler]:
+    """Three profilers record a window each in turn; one also records batches 8 to 11, and 13.
+
+    Args:
+        open_one: That one.
+        alone: Without the other two.
+    """
     windows: dict[Any, Schedule] = {
         PyTorch: Fixed(1, 1),
         VizTracer: Fixed(3, 1),
@@ -256,7 +271,11 @@ def profilers(open_one: str, **options: Any) -> list[Profiler]:
     for kind in windows:
         if kind.__name__ == open_one:
             windows[kind] |= Fixed(8, 4) | Fixed(13, 1)
-    return [kind(schedule=when & Stages("train"), **options) for kind, when in windows.items()]
+    return [
+        kind(schedule=when & Stages("train"))
+        for kind, when in windows.items()
+        if kind.__name__ == open_one or not alone
+    ]
 
 
 def fit(

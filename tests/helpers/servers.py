@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,8 +18,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start_mlflow(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    """A real MLflow server on the loopback, with sqlite; waits until it answers."""
+def start_mlflow(folder: Path, port: int, tables: Path | None = None) -> subprocess.Popen[bytes]:
+    """A real MLflow server on the loopback, with sqlite; waits until it answers.
+
+    Args:
+        folder: Of its files.
+        port: One on which nothing listens.
+        tables: An empty database, which is copied.
+    """
+    if tables is not None:
+        shutil.copy(tables, folder / "server.db")
     command = [
         # From another environment, if this one has no server.
         os.environ.get("MLFLOW_SERVER_PYTHON", sys.executable), "-m", "mlflow", "server",

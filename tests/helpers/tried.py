@@ -24,7 +24,7 @@ from lightning_perf.extend import CHANGES, Change
 from lightning_perf.trials.changes import Seen, Workers
 
 #: Seconds of an item of the case "slow", and by which rank 1 is earlier.
-ITEM, EARLIER = 0.02, 3.0
+ITEM, EARLIER = 0.01, 3.0
 
 
 class FourWorkers(Workers):

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small import FLOPS_PER_SAMPLE, RANKS, Small, launch, ours, trainer
+from helpers.faults import ForkServer
+from helpers.small import FLOPS_PER_SAMPLE, RANKS, Records, Small, ours, trainer
 from helpers.torch_traces import traces
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import MLFlowLogger
@@ -157,26 +158,24 @@ def test_ranks_may_have_different_shapes(tmp_path: Path, mlflow_database: str) -
     assert [p.step for p in client.get_metric_history(run.info.run_id, key)] == [3, 4, 5, 6, 7]
 
 
-def test_a_second_run_in_the_same_processes_is_reported(tmp_path: Path) -> None:
-    """Fit and test in the same processes both have reports of both ranks."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, warnings; warnings.simplefilter('ignore')\n"
-        "from helpers.small import Records\n"
-        "from test_ranks import *\n"
-        f"folder = Path({str(tmp_path)!r})\n"
-        "monitor = SpeedMonitor(window_size=2)\n"
-        "records = Records()\n"
-        "run = trainer(folder, monitor, devices=2, strategy='ddp', logger=records)\n"
-        "model = Slow()\n"
-        "run.fit(model)\n"
-        "run.test(model, verbose=False)\n"
-        "if run.global_rank == 0:\n"
-        "    keys = ['throughput/samples_per_sec', 'test/throughput/samples_per_sec']\n"
-        "    found = {key: len(records.of(key)) for key in keys}\n"
-        "    (folder / 'found.json').write_text(json.dumps(found))\n"
-    )
-    launch(script)
+def fit_and_test(folder: Path) -> None:
+    """Fit and test on this rank; rank 0 writes how many reports each stage had."""
+    warnings.simplefilter("ignore")
+    records, model = Records(), Slow()
+    run = trainer(folder, SpeedMonitor(window_size=2), devices=2, strategy="ddp", logger=records)
+    run.fit(model)
+    run.test(model, verbose=False)
+    if run.global_rank == 0:
+        keys = ["throughput/samples_per_sec", "test/throughput/samples_per_sec"]
+        found = {key: len(records.of(key)) for key in keys}
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+def test_a_second_run_in_the_same_processes_is_reported(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """Fit and test in the same processes, of a launcher, both have reports of both ranks."""
+    fork_server.ranks(tmp_path, 2, fit_and_test, tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())
     # Eight batches per rank and stage, without the first. A window of two is full from the third
     # batch on; then the end of training needs no report of its own, but the end of the test does.

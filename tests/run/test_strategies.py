@@ -77,11 +77,16 @@ def check(folder: Path, ranks: int, nodes: int = 1) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"])
-def test_every_launcher_of_lightning_works(tmp_path: Path, strategy: str) -> None:
+def test_every_launcher_of_lightning_works(fork_server: Any, tmp_path: Path, strategy: str) -> None:
     """Callbacks work when pickled, forked, or constructed again by a script that is run again."""
-    process = start(tmp_path, {"strategy": strategy, "devices": 2})
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
+    options = {"strategy": strategy, "devices": 2}
+    if strategy in ("ddp_fork", "ddp_notebook"):
+        ended = fork_server.run(tmp_path / "process", train, tmp_path, **options)
+        assert ended.code == 0, ended.stderr[-3000:]
+    else:
+        process = start(tmp_path, options)
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-3000:]
     check(tmp_path, ranks=2)
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers.command import call
 from helpers.cuda_trace import cuda_trace
+from helpers.faults import ForkServer
 from helpers.small import (
     FLOPS_PER_SAMPLE,
     HIDDEN,
@@ -417,24 +418,16 @@ def test_no_process_writes_to_the_summary_of_another_live_one(tmp_path: Path) ->
     assert list(read_summary(folder / "summary.json")["stages"]) == ["test"]
 
 
-@pytest.mark.slow
-def test_two_trainings_at_once_leave_two_summaries(tmp_path: Path) -> None:
+def _train(folder: Path, batches: int) -> None:
+    trainer(folder, Timings(), logger=Records(), limit_train_batches=batches).fit(Small())
+
+
+def test_two_trainings_at_once_leave_two_summaries(fork_server: ForkServer, tmp_path: Path) -> None:
     """Processes that start together: none replaces what the other one writes."""
-    command = [sys.executable, "-c", AT_ONCE, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    both = [subprocess.Popen([*command, batches], env=environment) for batches in ("16", "8")]
-    assert [each.wait() for each in both] == [0, 0]
+    both = [fork_server.start(tmp_path / f"{n} batches", _train, tmp_path, n) for n in (16, 8)]
+    assert [each.wait().code for each in both] == [0, 0]
     assert sorted(batches_in(tmp_path).values()) == [8, 16]
     assert len([*(tmp_path / "records-version_0").glob("report*.html")]) == 2
-
-
-AT_ONCE = """
-import sys, warnings
-from helpers.small import Records, Small, trainer
-from lightning_perf import Timings
-folder, batches = sys.argv[1], int(sys.argv[2])
-trainer(folder, Timings(), logger=Records(), limit_train_batches=batches).fit(Small())
-"""
 
 
 def everything() -> list[Any]:

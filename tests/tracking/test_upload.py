@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -335,13 +336,14 @@ def test_a_list_writes_into_no_store_that_the_user_does_not_name(
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_database_of_a_stranger_chooses_no_folder(
-    in_tmp: Path, inside: bool, capsys: pytest.CaptureFixture[str]
+    in_tmp: Path, mlflow_tables: Path, inside: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs of the default database keep their files in the current folder, also through links."""
     (home := in_tmp / "home").mkdir()
     (folder := in_tmp / "work").mkdir()
     os.chdir(folder)
     (folder / "mlruns").symlink_to(home)
+    shutil.copy(mlflow_tables, folder)
     database = f"sqlite:///{folder}/mlflow.db"  # MLflow keeps connections by their addresses
     client = MlflowClient(database)
     place = folder / "mine" if inside else folder / "mlruns"
@@ -364,22 +366,22 @@ def test_a_database_of_a_stranger_chooses_no_folder(
 
 @pytest.mark.parametrize("place", ["{}/%2e%2e/home", "FILE://{}/#/..", "file://{}/%2e%2e/home"])
 def test_an_odd_address_of_artifacts_chooses_no_folder(
-    in_tmp: Path, place: str, capsys: pytest.CaptureFixture[str]
+    in_tmp: Path, mlflow_tables: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is read as MLflow reads it, which decodes percent signs and knows no other schemes."""
     (home := in_tmp / "home").mkdir()
     (folder := in_tmp / "work").mkdir()
     os.chdir(folder)
-    run_id = run_with_artifacts(folder, place.format(folder))
+    run_id = run_with_artifacts(mlflow_tables, folder, place.format(folder))
     append_pending(folder, listed(folder, "a.json", f"sqlite:///{folder}/mlflow.db", run_id))
     code = exit_code("upload")
     assert list(home.rglob("*")) == []
     assert code == 1 or place.startswith("FILE")  # a folder of that name below this one
 
 
-def run_with_artifacts(folder: Path, artifact_uri: str) -> str:
+def run_with_artifacts(tables: Path, folder: Path, artifact_uri: str) -> str:
     """A run in the default database whose artifacts are anywhere, as a stranger may write it."""
-    database = folder / "mlflow.db"
+    database = shutil.copy(tables, folder)
     client = MlflowClient(f"sqlite:///{database}")
     run_id = client.create_run(client.create_experiment("e"), run_name="owl").info.run_id
     with closing(sqlite3.connect(database)) as connection, connection:
@@ -388,11 +390,13 @@ def run_with_artifacts(folder: Path, artifact_uri: str) -> str:
 
 
 def test_reports_request_no_artifacts_of_other_servers(
-    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    in_tmp: Path, mlflow_tables: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """They would get the password of the environment: the report shows the run without files."""
     port = free_port()  # a request fails, and the command with it
-    run_with_artifacts(in_tmp, f"http://127.0.0.1:{port}/api/2.0/mlflow-artifacts/artifacts/x")
+    address = f"http://127.0.0.1:{port}/api/2.0/mlflow-artifacts/artifacts/x"
+    run_with_artifacts(mlflow_tables, in_tmp, address)
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
     database = f"--tracking-uri=sqlite:///{in_tmp}/mlflow.db"
     assert exit_code("report", "owl", database) == 0
@@ -422,7 +426,7 @@ with taken_pending(Path(sys.argv[1])):
 
 @pytest.mark.slow
 def test_a_run_of_a_server_chooses_no_folder_of_this_machine(
-    tmp_path: Path, stranger: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, stranger: str, mlflow_tables: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Files of a usual run are sent; others name a folder or another server, and are refused.
@@ -433,7 +437,7 @@ def test_a_run_of_a_server_chooses_no_folder_of_this_machine(
     (runs := tmp_path / "runs").mkdir()
     port = free_port()
     address = f"http://127.0.0.1:{port}"
-    server = start_mlflow(server_folder, port)
+    server = start_mlflow(server_folder, port, mlflow_tables)
     try:
         client = MlflowClient(address)
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
