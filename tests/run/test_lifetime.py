@@ -71,6 +71,13 @@ class Metered(Small):
         self.mean.compute()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """Leave what earlier tests have imported out of the many collections of these."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     """Lightning ignores SIGINT after it has received one."""
