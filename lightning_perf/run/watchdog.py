@@ -66,6 +66,8 @@ _KEPT = 10
 _FLUSH, _SHORT = 30.0, 0.05
 #: Spans that may take long without a sign of life, besides checkpoints.
 _SLOW = ("iter", "first fetch", "Trainer.epoch_values", COUNTING)
+#: Categories of what comes after our hook at the end of a batch.
+_LATE = ("callbacks", "logging", "other")
 #: Seconds for the stacks of all child processes.
 _CHILDREN = 30.0
 #: The description of a frozen rank.
@@ -288,7 +290,8 @@ class _Watch:
         """Seconds that the present phase may last without a sign of life."""
         stages = run.stages
         slow = (
-            not (stages.stage and stages.counters.batches)  # set-up, the first batch, compilation
+            not stages.stage  # set-up
+            or self._is_first(stages.counters.batches)  # with compilation
             or stages.ended
             or self._phase[1] == "checkpoint"
             or self._is_slow(run)
@@ -300,6 +303,12 @@ class _Watch:
             _BATCHES * median_low(batches) if batches else 0.0,
             _BEFORE * self._longest.get(self._phase, 0.0),
         )
+
+    def _is_first(self, batches: int) -> bool:
+        """Whether no second batch has begun: the module's hooks and loggers are called after us."""
+        running = self._clock.running
+        is_late = running.category in _LATE and not running.name.endswith("_batch_start")
+        return batches == 0 or (batches == 1 and is_late)
 
     def _is_slow(self, run: Run) -> bool:
         """Whether what runs, or a span around it, may take long."""

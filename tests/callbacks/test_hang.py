@@ -644,7 +644,8 @@ def test_work_for_an_epoch_has_the_limit_of_hooks_outside_of_batches(
             if current_run(fitted) and "logged" in metrics:
                 look("log")
             if "of a batch" in metrics:
-                look("log of a batch")
+                run = current_run(fitted)
+                look("log of a batch" if run and run.counters.batches > 1 else "log of the first")
 
     class Evaluates(Small):
         def __init__(self) -> None:
@@ -674,6 +675,7 @@ def test_work_for_an_epoch_has_the_limit_of_hooks_outside_of_batches(
     assert limits == {
         "train batch": {100.0}, "validate compute": {500.0}, "validate span in a hook": {500.0},
         "validate log": {500.0}, "validate log of a batch": {100.0},
+        "validate log of the first": {500.0},
     }  # fmt: skip
 
 
@@ -716,14 +718,21 @@ def test_the_first_fetch_of_each_loader_has_a_longer_limit(
 def test_the_first_batch_is_no_measure_of_others(
     tmp_path: Path, watched: Callable[[Any], _Watch]
 ) -> None:
-    """It may compile or wait for workers; the median is of later ones."""
+    """It may compile or wait for workers, and hooks after ours are a part of it."""
     limits: list[float] = []
 
+    class Steps(Small):
+        def training_step(self, *arguments: Any) -> Any:
+            if arguments[1]:
+                limits.append(looks.watch._limit(looks.run, []))
+            return super().training_step(*arguments)
+
     class Looks(L.Callback):
+        run: Any
         watch: _Watch
 
         def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
-            run: Any = current_run(trainer)
+            self.run = run = current_run(trainer)
             number = run.counters.batches
             if number == 1:
                 self.watch = watched(run)
@@ -731,8 +740,11 @@ def test_the_first_batch_is_no_measure_of_others(
             self.watch.look(run)
             limits.append(self.watch._limit(run, []))
 
-    trainer(tmp_path, Timings(), Looks(), limit_train_batches=4).fit(Small())
-    assert limits == [100.0, 150.0, 150.0, 300.0]
+    looks = Looks()
+    trainer(tmp_path, Timings(), looks, limit_train_batches=4).fit(Steps())
+    at_ends, in_steps = limits[::2], limits[1::2]
+    assert at_ends == [500.0, 150.0, 150.0, 300.0]
+    assert in_steps == [100.0, 150.0, 150.0]
 
 
 def test_only_compiling_has_the_limit_of_compilations() -> None:
