@@ -66,8 +66,8 @@ class RankState:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks."""
-        return bool(self.collective) or self.category == "reduce_metrics" or self.name in _WAITS
+        """Whether it waits for other ranks: a metric's `compute` may also hang by itself."""
+        return bool(self.collective) or self.name in _WAITS
 
     @property
     def phase(self) -> str:
@@ -145,9 +145,9 @@ def sentence(states: Sequence[RankState], ranks: int = 0) -> str:
 
     Example:
         >>> loads = RankState(0, stage="train", category="dataloader_next", seconds=31.0)
-        >>> waits = RankState(1, stage="train", category="reduce_metrics", name="compute")
+        >>> waits = RankState(1, stage="train", category="forward", collective="barrier")
         >>> sentence([loads, waits])
-        'rank 0 has been in dataloader_next for 31 s; rank 1 waits for it in reduce_metrics compute'
+        'rank 0 has been in dataloader_next for 31 s; rank 1 waits for it in forward (barrier)'
     """
     found = culprits(states)
     others = [each for each in states if each not in found and not each.missing]

@@ -222,18 +222,19 @@ class _Watch:
             self._position = self._now(run)
             self._progress(run, now, pause)
             pause = 0.0
-        limit = self._after
+        limit = silent = self._after
         if pause > self._after / 2:
             self._phase = run.stage, self._clock.running.category
             frames = self._frames(self._stacks.own())
             limit = self._limit(run, frames)
+            # Ranks have limits of their own: one that waits for others does not move.
+            silent = 0.0 if self._describe(run, frames, pause).waits else limit
             if is_debugged(frames):  # the pause begins when the user goes on
                 self._moved, pause = now, 0.0
         asked = run.ranks.world_size > 1 and self._files.is_asked(run)
         if asked:
-            self._answer(run, pause, limit)
-        # Ranks have limits of their own: one that waits for another must not answer that it moves.
-        if self._state is None and pause > limit * (1 if asked else self._patience):
+            self._answer(run, pause, silent)
+        if self._state is None and pause > (silent if asked else limit * self._patience):
             self._suspect(run, pause)
         if self._decides < inf:
             self._decide(run)
@@ -394,12 +395,15 @@ class _Watch:
 
     # -- all ranks --------------------------------------------------------------------------------
 
-    def _answer(self, run: Run, pause: float, limit: float) -> None:
-        """Send this rank's state to a rank that has requested it."""
+    def _answer(self, run: Run, pause: float, silent: float) -> None:
+        """Send this rank's state to a rank that has requested it.
+
+        After a pause of ``silent`` seconds, it is not said to move.
+        """
         if self._state is not None:
             self._state = replace(self._state, seconds=pause)
             self._files.answer(run, self._state)
-        elif pause <= limit:  # otherwise its state follows
+        elif pause <= silent:  # otherwise its state follows
             self._files.answer(run, self._describe(run, (), pause, moves=True))
 
     def _decide(self, run: Run) -> None:
@@ -419,7 +423,9 @@ class _Watch:
             unknown |= state is None and states[-1].moves
         pause = time.monotonic() - self._moved
         if any(e.moves for e in found if e) or (unknown and pause < _LONGER * self._after):
-            self._patience, self._state = 2 * self._patience, None
+            # A higher rank with a shorter limit asks again before this one.
+            self._files.answer(run, replace(self._state, moves=True))
+            self._patience, self._state = self._patience + 1, None
             return
         self._report(run, states)
 

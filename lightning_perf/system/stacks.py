@@ -386,9 +386,12 @@ def users_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def collective_in(frames: Sequence[Frame]) -> str:
-    """The function of torch.distributed in which a thread waits for other ranks; empty if none."""
-    names = (each.function for each in frames if each.file.endswith("/distributed_c10d.py"))
-    return next(names, "")
+    """The function in which a thread waits for other ranks, of torch or our own; empty if none."""
+    for each in frames:
+        own = each.function == "finish" and each.file.endswith("/lightning_perf/run/collective.py")
+        if own or each.file.endswith("/distributed_c10d.py"):
+            return each.function
+    return ""
 
 
 def is_debugged(frames: Sequence[Frame]) -> bool:

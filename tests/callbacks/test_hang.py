@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
@@ -778,6 +779,33 @@ def test_only_compiling_has_the_limit_of_compilations() -> None:
     checkpoint(checkpointed, x, use_reentrant=False).sum().backward()
     custom(torch.ones(2))
     assert seen == {"backend": True, "compiled": False, "checkpointed": False, "custom": False}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_rank_that_waits_for_others_does_not_answer_that_it_moves(
+    tmp_path: Path, watched: Callable[[Any], _Watch], monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """In a phase with a longer limit, too: one that works there answers that it does."""
+    answers = list[bool]()
+
+    class Ends(Small):
+        def on_fit_end(self) -> None:
+            run = current_run(self.trainer)
+            assert run is not None
+            watch = watched(run)
+            watch.look(run)
+            watch._moved -= 200.0  # of a limit of 500
+            frame = Frame("/lightning_perf/run/collective.py", 1, "finish")
+            monkeypatch.setattr(watch, "_frames", lambda text: [frame] * waits)
+            monkeypatch.setattr(run, "ranks", replace(run.ranks, world_size=2))
+            monkeypatch.setattr(watch._files, "is_asked", lambda run: True)
+            monkeypatch.setattr(watch._files, "answer", lambda _, its: answers.append(its.moves))
+            monkeypatch.setattr(watch._files, "ask", lambda *_: None)
+            watch.look(run)
+            monkeypatch.undo()
+
+    trainer(tmp_path, Timings()).fit(Ends())
+    assert answers == [not waits]
 
 
 @pytest.mark.slow

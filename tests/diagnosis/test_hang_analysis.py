@@ -40,6 +40,8 @@ def test_the_sentence_names_rank_place_and_who_waits() -> None:
 GPU = {"category": "forward"}
 STOPPED = {"missing": "is stopped (SIGSTOP)"}
 FAILS = {"missing": FAILED}
+START = {"category": "other", "name": "Trainer.broadcast_sigterm"}
+COMPUTES = {"category": "reduce_metrics", "name": "M.compute"}
 UNKNOWN = {"missing": "is on another node and has not answered", "moves": True}
 CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
     "one rank": ([LOADS], [0]),
@@ -75,6 +77,17 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
         [1],
     ),
     "a GPU that is elsewhere": ([GPU, GPU, LOADS, GPU], [2]),
+    "one in a metric that is in no collective": (
+        [
+            START | {"collective": "broadcast", "batch": 1},
+            COMPUTES | {"place": "`time.sleep(9)`, a.py:3"},
+        ],
+        [1],
+    ),
+    "one whose metric waits for a collective": (
+        [COMPUTES | {"collective": "barrier"}, COMPUTES],
+        [1],
+    ),
     "all in one collective": ([WAITS, WAITS], [0, 1]),
     "all at one place": ([GPU, GPU], [0, 1]),
 }
