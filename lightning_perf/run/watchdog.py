@@ -316,6 +316,8 @@ class _Watch:
         running = self._clock.running
         if running.category == "dataloader_next" and compat.begins_loader(run.trainer):
             return True
+        if running.category == "step_lr_schedulers" and run.trainer.is_last_batch:
+            return True
         return any(
             each.category == "checkpoint" or each.name in _SLOW or _is_rare(each.name)
             for each in (*self._clock.enclosing, running)

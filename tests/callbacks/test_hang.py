@@ -35,6 +35,7 @@ from helpers.hanging import Hangs, HangsElsewhere, Samples, TrainsAnother, line,
 from helpers.small import RANKS, WIDTH, Records, Small, trainer
 from helpers.users import process_of_another_user
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
@@ -714,6 +715,30 @@ def test_the_first_fetch_of_each_loader_has_a_longer_limit(
     fitted.fit(Evaluates(), *loaders)
     evaluated = [500.0, 100.0, 100.0] * 2
     assert limits[-13:] == [*evaluated, 500.0, *evaluated]
+
+
+def test_schedulers_of_epochs_have_the_limit_of_hooks_outside_of_batches(
+    tmp_path: Path, watched: Callable[[Any], _Watch]
+) -> None:
+    limits: dict[str, list[float]] = {"step": [], "epoch": []}
+
+    class Schedules(Small):
+        def configure_optimizers(self) -> Any:
+            made = super().configure_optimizers()
+            return [made], [
+                {"scheduler": LambdaLR(made, lambda _: 1.0), "interval": each} for each in limits
+            ]
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            configs = self.trainer.lr_scheduler_configs
+            (interval,) = (each.interval for each in configs if each.scheduler is scheduler)
+            run = current_run(self.trainer)
+            limits[interval].append(watched(run)._limit(run, []))  # type: ignore[arg-type]
+            super().lr_scheduler_step(scheduler, metric)
+
+    trainer(tmp_path, Timings(), limit_train_batches=3).fit(Schedules())
+    # Those of each step have it after the last batch, too.
+    assert limits == {"step": [500.0, 100.0, 500.0], "epoch": [500.0]}
 
 
 def test_the_first_batch_is_no_measure_of_others(
