@@ -14,7 +14,7 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 # Pins torch to a build that pip installs without several GB of CUDA.
 CONSTRAINTS = ("-c", "tests/constraints.txt")
 LOCK = "tests/lock.txt"
-# Compiling all of torch takes a minute, and most modules are not needed; imports compile others.
+# Compiling all of torch takes a minute, and most modules are not needed.
 QUICKLY = ("--no-compile",)
 UPGRADE = ("--upgrade", "--upgrade-strategy", "eager")
 TEST_ENV = {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
@@ -71,13 +71,13 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run the tests against the built wheel, with locked versions (coverage: ``-- -n 2 --cov``)."""
-    _run_tests(session, "-c", LOCK, *QUICKLY)
+    _run_tests(session, "-c", LOCK)
 
 
 @nox.session(default=False)
 def quick(session: nox.Session) -> None:
     """Run the fast tests, and some cases of each slow one that tests/promises.md names."""
-    _run_tests(session, "-c", LOCK, *QUICKLY, select=("-m", "quick"))
+    _run_tests(session, "-c", LOCK, select=("-m", "quick"))
 
 
 @nox.session
