@@ -223,15 +223,16 @@ class _Watch:
             self._progress(run, now, pause)
             pause = 0.0
         limit = silent = self._after
+        asked = run.ranks.world_size > 1 and self._files.is_asked(run)
         if pause > self._after / 2:
             self._phase = run.stage, self._clock.running.category
             frames = self._frames(self._stacks.own())
-            limit = self._limit(run, frames)
+            limit = silent = self._limit(run, frames)
             # Ranks have limits of their own: one that waits for others does not move.
-            silent = 0.0 if self._describe(run, frames, pause).waits else limit
+            if asked and self._describe(run, frames, pause).waits:
+                silent = 0.0
             if is_debugged(frames):  # the pause begins when the user goes on
                 self._moved, pause = now, 0.0
-        asked = run.ranks.world_size > 1 and self._files.is_asked(run)
         if asked:
             self._answer(run, pause, silent)
         if self._state is None and pause > (silent if asked else limit * self._patience):

@@ -164,9 +164,9 @@ def test_nothing_is_claimed_of_cached_samples(first: float, claims: bool) -> Non
 def test_all_the_time_is_used_if_nothing_helps(
     changes: int, seconds: float, dataset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The share kept to combine what helps, into which two fit, and that for runs of other seeds.
+    """Two of twelve changes need the time kept for combinations; one, that for other seeds.
 
-    Nine seconds less two runs of three each are less than one trial may take.
+    Nine seconds less two runs of other seeds, of three seconds each, have no time for a trial.
     """
     trials = Simulated(0, 0.01, dict.fromkeys("abcdefghijkl"[:changes], 0.5))
     trials.first = trials.first._replace(wall_seconds=3.0)

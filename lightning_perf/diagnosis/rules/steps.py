@@ -36,7 +36,7 @@ _BEFORE = (".on_train_start", ".on_train_epoch_start")
 _PART = 0.05
 #: Blocks of batches in which slow stretches are searched; the blocks and slow batches of one, the
 #: number of those that recur, and the part of their batches that is slow.
-_BLOCKS, _LEAST, _STRETCH, _RECUR, _MOSTLY = 200, 2, 12, 3, 0.7
+_BLOCKS, _FEWEST, _STRETCH, _RECUR, _MOSTLY = 200, 2, 12, 3, 0.7
 
 
 def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iterable[Impact]:
@@ -341,7 +341,7 @@ def _stretches(times: Numbers, varies: float) -> list[NDArray[np.intp]]:
     sizes = np.full(count, float(size))
     medians = np.median(times[: count * size].reshape(count, size), axis=1)
     slow = stats.slow(sizes * medians, sizes, LEAST, varies)
-    if slow is None or not len(blocks := slow.lasting(_LEAST)):
+    if slow is None or not len(blocks := slow.lasting(_FEWEST)):
         return []
     # They begin and end within the blocks beside them.
     parts = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
