@@ -207,7 +207,7 @@ class _Watch:
         # The reports of earlier hangs of this run, and the stacks that were saved with them.
         self._reports: deque[str] = deque(maxlen=_KEPT)
         self._stacks_saved: deque[str] = deque(maxlen=_KEPT)
-        stacks.arm(_LONGER * after)  # the GIL may be held before the first look
+        stacks.arm(after)  # the GIL may be held before the first look
 
     def look(self, run: Run) -> None:
         """Compare with the last look, and report a hang."""
@@ -218,29 +218,29 @@ class _Watch:
             self._was_frozen(run, pause)
             if self._entry is None:  # what follows is a pause of its own
                 self._moved, pause = now, 0.0
+        self._stacks.arm(self._after)
         if self.moved(run) or self._moves_within(pause):
             self._position = self._now(run)
             self._progress(run, now, pause)
             pause = 0.0
-        limit = silent = self._after
+        limit = self._after
         asked = run.ranks.world_size > 1 and self._files.is_asked(run)
         if pause > self._after / 2:
             self._phase = run.stage, self._clock.running.category
             frames = self._frames(self._stacks.own())
-            limit = silent = self._limit(run, frames)
+            limit = self._limit(run, frames)
             # Ranks have limits of their own: one that waits for others does not move.
             if asked and self._describe(run, frames, pause).waits:
-                silent = 0.0
+                limit = 0.0
             if is_debugged(frames):  # the pause begins when the user goes on
                 self._moved, pause = now, 0.0
         if asked:
-            self._answer(run, pause, silent)
-        if self._state is None and pause > (silent if asked else limit * self._patience):
+            self._answer(run, pause, limit)
+        if self._state is None and pause > (limit if asked else limit * self._patience):
             self._suspect(run, pause)
         if self._decides < inf:
             self._decide(run)
         self._save_own(run)
-        self._stacks.arm(limit + self._poll)
 
     @property
     def is_complete(self) -> bool:
@@ -398,15 +398,12 @@ class _Watch:
 
     # -- all ranks --------------------------------------------------------------------------------
 
-    def _answer(self, run: Run, pause: float, silent: float) -> None:
-        """Send this rank's state to a rank that has requested it.
-
-        After a pause of ``silent`` seconds, it is not said to move.
-        """
+    def _answer(self, run: Run, pause: float, limit: float) -> None:
+        """Send this rank's state to a rank that has requested it: up to its limit, it moves."""
         if self._state is not None:
             self._state = replace(self._state, seconds=pause)
             self._files.answer(run, self._state)
-        elif pause <= silent:  # otherwise its state follows
+        elif pause <= limit:  # otherwise its state follows
             self._files.answer(run, self._describe(run, (), pause, moves=True))
 
     def _decide(self, run: Run) -> None:

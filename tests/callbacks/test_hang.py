@@ -326,6 +326,35 @@ def test_a_training_that_goes_on_before_the_watch_looks_is_reported_where_it_sto
     assert (hang["stage"], hang["batch"], hang["phase"]) == ("train", hanging.BATCH, "")
 
 
+def test_a_process_that_stops_while_the_watch_looks_has_stacks_of_that_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of that look does not discard them."""
+    found: list[dict[str, Any]] = []
+    own = stacks.Stacks(number := stacks.hold_signal())
+
+    def stops(*_: object) -> None:
+        time.sleep(2.0)
+
+    class Looks(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            run: Any = current_run(trainer)
+            if index == 0:
+                clock = run.require_times().clock
+                watch = _Watch(own, clock, 0.3, 0.03, threading.Event(), found.append)
+                with monkeypatch.context() as patch:
+                    patch.setattr(watch, "_save_own", stops)
+                    watch.look(run)
+                watch.look(run)
+
+    with pytest.warns(PerfWarning, match="the training hangs"):
+        trainer(tmp_path, Timings(), Looks()).fit(Hangs(bool))
+    own.close()
+    stacks.release_signal(number)
+    (hang,) = found
+    assert "(`time.sleep(2.0)`, test_hang.py:" in hang["text"]
+
+
 @pytest.mark.slow
 def test_a_rank_0_that_ran_no_python_does_not_replace_the_report(tmp_path: Path) -> None:
     """Another rank has reported it meanwhile: one warning, and one entry with batch and line."""
