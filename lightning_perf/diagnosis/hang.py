@@ -158,9 +158,19 @@ def sentence(states: Sequence[RankState], ranks: int = 0) -> str:
         does = f"wait{'s' * one} for {it}" if waits else "is" if one else "are"
         parts.append(f"{ranks_text(group)} {does} in {group[0].phase}{_where(group[0])}")
     if len(states) > 1 and all(each.waits for each in states):
-        ahead = f"{ranks_text(found)} did not join a collective of the others"
-        parts.append(ahead if others else "all ranks are in the same collective")
+        parts.append(_mismatch(found, others))
     return "; ".join(parts)
+
+
+def _mismatch(found: Sequence[RankState], others: Sequence[RankState]) -> str:
+    """What is known if all ranks wait for each other."""
+    if others:
+        return f"{ranks_text(found)} did not join a collective of the others"
+    if len({each.collective for each in found}) > 1:
+        return "the ranks are in different collectives"
+    if len({each.place for each in found}) > 1:
+        return "the ranks call the collective in different lines"
+    return "all ranks are in the same collective"
 
 
 def _culprit(group: Sequence[RankState], ranks: int) -> str:

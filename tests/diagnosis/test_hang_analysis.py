@@ -130,6 +130,22 @@ def test_the_rank_that_did_not_join_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        ({}, "all ranks are in the same collective"),
+        ({"collective": "all_reduce"}, "the ranks are in different collectives"),
+        ({"place": "`b()`, a.py:9"}, "the ranks call the collective in different lines"),
+    ],
+)
+def test_collectives_that_do_not_match_are_said_to_differ(
+    other: dict[str, Any], expected: str
+) -> None:
+    """Where no rank is ahead: which of them is wrong is not known."""
+    forward = {"category": "forward", "collective": "barrier", "place": "`b()`, a.py:3"}
+    assert sentence(states(forward, forward | other)).endswith(f"; {expected}")
+
+
 def test_views_show_names_of_strangers_as_text() -> None:
     """The report is Markdown with one row per rank, whatever the names are."""
     found = states(LOADS | {"place": "a|b\n<script>"})
