@@ -32,6 +32,9 @@ class RankState:
     stage: str = ""
     #: The batches that it has completed in the stage.
     batch: int = 0
+    #: The training batches that it has completed, and the epochs that have no further ones.
+    trained: int = 0
+    epochs: int = 0
     #: What its time is spent on, and the name of the span.
     category: str = ""
     name: str = ""
@@ -112,14 +115,15 @@ def culprits(states: Sequence[RankState]) -> list[RankState]:
         return sorted(silent + ([] if alone else free), key=lambda each: each.rank)
     if gone and not free:
         return gone
+    if not free:
+        furthest = max(map(_order, states))
+        return [each for each in states if _order(each) == furthest]
     groups: dict[tuple[object, ...], list[RankState]] = {}
     for each in states:
-        where = (each.stage, each.batch, each.category, each.place if not free else "")
+        where = (each.stage, each.batch, each.category, each.place)
         groups.setdefault(where, []).append(each)
     if len(groups) == 1:
         return [*states]
-    if not free:
-        return max(groups.values(), key=lambda group: _order(group[0]))
     return min(groups.values(), key=lambda group: (len(group), -_longest(group)))
 
 
@@ -128,10 +132,11 @@ def _may_wait(state: RankState) -> bool:
     return state.waits or state.category == "backward"
 
 
-def _order(state: RankState) -> tuple[int, int]:
-    """How far a rank has come in its training."""
+def _order(state: RankState) -> tuple[int, ...]:
+    """How far a rank has come: it validates after a batch, and before the next one."""
     begins = state.name == _START or state.category not in CATEGORIES
-    return state.batch, -1 if begins else CATEGORIES.index(state.category)
+    within = -1 if begins else CATEGORIES.index(state.category)
+    return state.epochs, state.trained, state.stage == "train", state.batch, within
 
 
 def _longest(states: Iterable[RankState]) -> float:
@@ -164,6 +169,10 @@ def sentence(states: Sequence[RankState], ranks: int = 0) -> str:
 
 def _mismatch(found: Sequence[RankState], others: Sequence[RankState]) -> str:
     """What is known if all ranks wait for each other."""
+    if others and found[0].epochs > max(each.epochs for each in others):
+        has = "has" if len(found) == 1 else "have"
+        batches = f"ended its epoch after {found[0].trained:,} batches of training"
+        return f"{ranks_text(found)} {has} {batches}, the others have more data"
     if others:
         return f"{ranks_text(found)} did not join a collective of the others"
     if len({each.collective for each in found}) > 1:

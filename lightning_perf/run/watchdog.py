@@ -482,11 +482,13 @@ class _Watch:
 
 def _state_of(run: Run, frames: Sequence[Frame], pause: float, **known: Any) -> RankState:
     """The state of this rank, from the frames of the training thread."""
-    frame = users_frame(frames)
+    frame, training = users_frame(frames), run.progress.stages["train"]
     return RankState(
         run.ranks.global_rank,
         stage=run.stage,
         batch=run.counters.batch,
+        trained=training.batch,
+        epochs=training.epoch + training.epoch_ends,
         seconds=pause,
         place="" if frame is None else frame.place,
         collective=collective_in(frames),

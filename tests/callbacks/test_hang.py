@@ -31,7 +31,15 @@ import torch
 from helpers import hanging
 from helpers.command import exit_code, until
 from helpers.fake_nvml import FakeGpu, install
-from helpers.hanging import Hangs, HangsElsewhere, Samples, TrainsAnother, line, training
+from helpers.hanging import (
+    FewerOnRank0,
+    Hangs,
+    HangsElsewhere,
+    Samples,
+    TrainsAnother,
+    line,
+    training,
+)
 from helpers.small import RANKS, WIDTH, Records, Small, trainer
 from helpers.users import process_of_another_user
 from torch import Tensor
@@ -64,6 +72,13 @@ class EndsLate(Small):
             hanging.sleep()
 
 
+class LogsValidation(Small):
+    """Averages a metric over all ranks in each batch of validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx), on_step=True, sync_dist=True)
+
+
 #: Trainings that hang: the module, options, and what the report says.
 PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "worker": (
@@ -86,6 +101,10 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "end of an epoch": (
         EndsLate, RANKS | {"max_epochs": 2},
         f"rank 1 has been in other EndsLate.on_train_epoch_end ({line('sleep')}) for ",
+    ),
+    "fewer batches on a rank": (
+        LogsValidation, RANKS | {"samples": FewerOnRank0()},
+        "rank 0 has ended its epoch after 6 batches of training, the others have more data",
     ),
     "GIL of a rank": (
         partial(Hangs, hanging.hold_gil, 1), RANKS,

@@ -24,7 +24,7 @@ WAITS = {"category": "backward", "name": "DistributedDataParallel.gradients", "s
 
 
 def states(*of: dict[str, Any], **others: Any) -> list[RankState]:
-    return [RankState(rank, stage="train", **each, **others) for rank, each in enumerate(of)]
+    return [RankState(rank, **{"stage": "train"} | each | others) for rank, each in enumerate(of)]
 
 
 def test_the_sentence_names_rank_place_and_who_waits() -> None:
@@ -41,6 +41,7 @@ GPU = {"category": "forward"}
 STOPPED = {"missing": "is stopped (SIGSTOP)"}
 FAILS = {"missing": FAILED}
 START = {"category": "other", "name": "Trainer.broadcast_sigterm"}
+VALIDATES = {"stage": "validate", "category": "forward", "collective": "barrier"}
 COMPUTES = {"category": "reduce_metrics", "name": "M.compute"}
 UNKNOWN = {"missing": "is on another node and has not answered", "moves": True}
 CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
@@ -75,6 +76,18 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[int]]] = {
     "one in the next batch": (
         [WAITS, WAITS | {"batch": 1, "category": "other", "name": "Trainer.broadcast_sigterm"}],
         [1],
+    ),
+    "one that validates, since its epoch has ended": (
+        [WAITS | {"batch": 20, "trained": 20}, VALIDATES | {"trained": 20, "epochs": 1}],
+        [1],
+    ),
+    "one that has ended the same validation": (
+        [VALIDATES | {"batch": 5, "trained": 20}, WAITS | {"batch": 20, "trained": 20}],
+        [1],
+    ),
+    "all in one place but for their lines": (
+        [WAITS | {"place": "`a()`, a.py:3"}, WAITS | {"place": "`b()`, a.py:4"}],
+        [0, 1],
     ),
     "a GPU that is elsewhere": ([GPU, GPU, LOADS, GPU], [2]),
     "one in a metric that is in no collective": (
@@ -127,6 +140,16 @@ def test_the_rank_that_did_not_join_is_named() -> None:
     assert sentence(states(forward, WAITS)) == (
         "rank 1 has been in backward for 310 s; rank 0 waits for it in forward (barrier, "
         "`barrier()`, a.py:3); rank 1 did not join a collective of the others"
+    )
+
+
+def test_the_rank_whose_data_ended_first_is_named() -> None:
+    """Its loader has fewer batches than the others, which go on with their epoch."""
+    found = states(WAITS | {"batch": 20, "trained": 20}, VALIDATES | {"trained": 20, "epochs": 1})
+    assert sentence(found) == (
+        "rank 1 has been in validate, forward (barrier) for 0 s; rank 0 waits for it in "
+        "backward; rank 1 has ended its epoch after 20 batches of training, the others have more "
+        "data"
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from helpers.small import WIDTH, Records, Small, trainer
 from lightning_perf import Hang, Suite, Timings
@@ -43,6 +43,14 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
         if index == 40:
             self.hang()
         return torch.ones(WIDTH), torch.ones(1)
+
+
+class FewerOnRank0(IterableDataset[tuple[Tensor, Tensor]]):
+    """Samples for 6 batches on rank 0, and for 10 on other ranks."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = 10 if torch.distributed.get_rank() else 6
+        yield from [(torch.ones(WIDTH), torch.ones(1))] * (4 * batches)
 
 
 class Hangs(Small):
@@ -191,7 +199,7 @@ def line(marker: str) -> str:
 
 
 def fit(
-    folder: Path, module: Small, samples: Samples | None = None, workers: int = 0,
+    folder: Path, module: Small, samples: Dataset[Any] | None = None, workers: int = 0,
     after: str = "1s", action: str = "report", stage: str = "fit", also: Sequence[Any] = (),
     **options: Any,
 ) -> None:  # fmt: skip
