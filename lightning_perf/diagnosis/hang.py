@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lightning_perf.charts import Finding, Heading, Part
 from lightning_perf.errors import printable
-from lightning_perf.timing.totals import CATEGORIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,8 @@ class RankState:
     #: The training batches that it has completed, and the epochs that have no further ones.
     trained: int = 0
     epochs: int = 0
+    #: How far it has come since the end of a batch; 0 before the next one.
+    position: int = 0
     #: What its time is spent on, and the name of the span.
     category: str = ""
     name: str = ""
@@ -85,8 +86,11 @@ class RankState:
 
 
 #: Spans in which a rank waits for others, by their names in `run/spans.py`.
-_START = "Trainer.broadcast_sigterm"
-_WAITS = ("DistributedDataParallel.gradients", "DistributedDataParallel.buffers", _START)
+_WAITS = (
+    "DistributedDataParallel.gradients",
+    "DistributedDataParallel.buffers",
+    "Trainer.broadcast_sigterm",
+)
 #: Categories whose spans are named.
 _NAMED = ("callbacks", "logging", "checkpoint", "other", "reduce_metrics")
 
@@ -134,9 +138,8 @@ def _may_wait(state: RankState) -> bool:
 
 def _order(state: RankState) -> tuple[int, ...]:
     """How far a rank has come: it validates after a batch, and before the next one."""
-    begins = state.name == _START or state.category not in CATEGORIES
-    within = -1 if begins else CATEGORIES.index(state.category)
-    return state.epochs, state.trained, state.stage == "train", state.batch, within
+    training = state.stage == "train"
+    return state.epochs, state.trained, training, state.batch, state.position
 
 
 def _longest(states: Iterable[RankState]) -> float:
@@ -172,7 +175,7 @@ def _mismatch(found: Sequence[RankState], others: Sequence[RankState]) -> str:
     if others and found[0].epochs > max(each.epochs for each in others):
         has = "has" if len(found) == 1 else "have"
         batches = f"ended its epoch after {found[0].trained:,} batches of training"
-        return f"{ranks_text(found)} {has} {batches}, the others have more data"
+        return f"{ranks_text(found)} {has} {batches}, and the others have not"
     if others:
         return f"{ranks_text(found)} did not join a collective of the others"
     if len({each.collective for each in found}) > 1:

@@ -25,6 +25,7 @@ from lightning_perf.run import compat
 from lightning_perf.run.flop_meter import COUNTING
 from lightning_perf.run.hang_files import REPORT, HangFiles, stacks_file
 from lightning_perf.run.hooks import PER_BATCH
+from lightning_perf.run.spans import START
 from lightning_perf.system.stacks import (
     Stacks,
     children_of,
@@ -66,8 +67,15 @@ _KEPT = 10
 _FLUSH, _SHORT = 30.0, 0.05
 #: Spans that may take long without a sign of life, besides checkpoints.
 _SLOW = ("iter", "first fetch", "Trainer.epoch_values", COUNTING)
-#: Categories of what comes after our hook at the end of a batch.
-_LATE = ("callbacks", "logging", "other")
+#: What a batch consists of after `START`, in this order.
+_PHASES = (
+    "dataloader_next",
+    "to_device",
+    "forward",
+    "backward",
+    "optimizer_step",
+    "step_lr_schedulers",
+)
 #: Seconds for the stacks of all child processes.
 _CHILDREN = 30.0
 #: The description of a frozen rank.
@@ -293,7 +301,8 @@ class _Watch:
         stages = run.stages
         slow = (
             not stages.stage  # set-up
-            or self._is_first(stages.counters.batches)  # with compilation
+            # With compilation, and hooks that are called after ours at its end.
+            or stages.counters.batches < 1 + (_position(self._clock) == 0)
             or stages.ended
             or self._phase[1] == "checkpoint"
             or self._is_slow(run)
@@ -305,12 +314,6 @@ class _Watch:
             _BATCHES * median_low(batches) if batches else 0.0,
             _BEFORE * self._longest.get(self._phase, 0.0),
         )
-
-    def _is_first(self, batches: int) -> bool:
-        """Whether no second batch has begun: the module's hooks and loggers are called after us."""
-        running = self._clock.running
-        is_late = running.category in _LATE and not running.name.endswith("_batch_start")
-        return batches == 0 or (batches == 1 and is_late)
 
     def _is_slow(self, run: Run) -> bool:
         """Whether what runs, or a span around it, may take long."""
@@ -483,12 +486,15 @@ class _Watch:
 def _state_of(run: Run, frames: Sequence[Frame], pause: float, **known: Any) -> RankState:
     """The state of this rank, from the frames of the training thread."""
     frame, training = users_frame(frames), run.progress.stages["train"]
+    position = _position(run.require_times().clock)
+    ends = training.epoch_ends or (position == 0 and run.trainer.should_stop)
     return RankState(
         run.ranks.global_rank,
         stage=run.stage,
         batch=run.counters.batch,
         trained=training.batch,
-        epochs=training.epoch + training.epoch_ends,
+        epochs=training.epoch + ends,
+        position=position,
         seconds=pause,
         place="" if frame is None else frame.place,
         collective=collective_in(frames),
@@ -496,6 +502,18 @@ def _state_of(run: Run, frames: Sequence[Frame], pause: float, **known: Any) -> 
         pid=os.getpid(),
         **known,
     )
+
+
+def _position(clock: Clock) -> int:
+    """How far training has come since the end of its last batch, which is 0."""
+    for action in (clock.running, *reversed(clock.enclosing)):
+        if action.name == START:
+            return 1
+        if action.category in _PHASES:
+            return 2 + _PHASES.index(action.category)
+        if action.name.endswith("_batch_start"):
+            return 3
+    return 0
 
 
 def _entry_of(

@@ -104,7 +104,7 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "fewer batches on a rank": (
         LogsValidation, RANKS | {"samples": FewerOnRank0()},
-        "rank 0 has ended its epoch after 6 batches of training, the others have more data",
+        "rank 0 has ended its epoch after 6 batches of training, and the others have not",
     ),
     "GIL of a rank": (
         partial(Hangs, hanging.hold_gil, 1), RANKS,
