@@ -12,6 +12,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from math import inf
+from multiprocessing import active_children
 from statistics import median_low
 from threading import Event, Thread, get_ident
 from typing import TYPE_CHECKING, Any
@@ -593,4 +594,8 @@ def _abort(run: Run, until: Callable[[], bool]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+    with suppress(Exception):  # as Python's own end does, which would also wait for others
+        for child in active_children():
+            if child.daemon and child.pid in children_of(os.getpid()):  # data loader workers
+                child.kill()
     os._exit(ABORTED)

@@ -986,6 +986,24 @@ def test_abort_ends_the_process_with_its_exit_code(tmp_path: Path) -> None:
     assert [*tmp_path.glob("*/report.html")]
 
 
+@pytest.mark.slow
+def test_abort_ends_data_loader_workers_that_hang(tmp_path: Path) -> None:
+    """Otherwise they hold the pipe of ``python train.py | tee log``, which never ends."""
+
+    def running() -> bool:
+        for each in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):
+                if os.getpgid(each.pid) == process.pid and each.status() != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
+
+    options: dict[str, Any] = {"samples": Samples(hanging.sleep), "workers": 2}
+    with training(tmp_path, Small(), action="abort", **options) as process:
+        process.join()
+        assert process.exitcode == 75
+        until(lambda: not running())
+
+
 #: Rank 0 starts rank 1, which hangs, and makes a file for some seconds.
 LAUNCHES = """
 import sys
