@@ -3,7 +3,7 @@
 Their files go to the folder, because many tests list the folder in which they train.
 
 ``--outcomes FILE`` writes how each test ended, for a comparison with a run without us, and how many
-batches our callbacks counted.
+batches our callbacks counted. ``--only FILE`` collects all tests, and runs those that it lists.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ from lightning_perf.run.stages import Counters
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--attach", help="give every Trainer our callbacks, with files in a folder")
     parser.addoption("--outcomes", type=Path, help="a JSON file of how each test ended")
+    parser.addoption("--only", type=Path, help="a JSON file of the tests to run")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if file := config.getoption("--only"):
+        only = {*json.loads(file.read_text())}
+        items[:] = [item for item in items if item.nodeid in only]
 
 
 def pytest_configure(config: pytest.Config) -> None:
