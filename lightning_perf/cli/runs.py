@@ -204,12 +204,16 @@ def _pid_of(run: str) -> int:
     """The process of a run on this machine; raises `LookupError` if there is none."""
     if run.isdecimal() and not Path(run).exists():
         return own_process(int(run))
+    from lightning_perf.system.host import lives
     from lightning_perf.tracking.runs import find_run
 
     process = find_run(run, None).summary.get("process", {})
     if process.get("host") != platform.node():
         raise LookupError(f"{run} runs on {process.get('host')}: name it there")
-    return own_process(int(process.get("pid", 0)))
+    pid = own_process(int(process.get("pid", 0)))
+    if not lives(pid, _now(), process.get("started")):
+        raise LookupError(f"process {pid} is another one: that of {run} has ended")
+    return pid
 
 
 #: Levels of folders below a process's own in which its run is found.
@@ -305,7 +309,8 @@ def _file_of(pid: int) -> Path | None:
                     its = summary.get("process", {}).get("pid") == process
                     updated = file.stat().st_mtime
                     # An older file is that of another process, which may have had the same id.
-                    if (its or PROC.exists()) and lives(process, updated):
+                    start = summary["process"].get("started") if its else None
+                    if (its or PROC.exists()) and lives(process, updated, start):
                         files.append((its, updated, file))
     return max(files)[-1] if files else None
 
@@ -330,13 +335,13 @@ def _has_ended(pid: int | None, seen: Seen | None) -> bool:
     """Whether the process that the user has named has ended, else that of a summary, if here."""
     from lightning_perf.system.host import lives
 
-    since = _now()
+    since, start = _now(), None
     if pid is None:
         process = {} if seen is None else seen.summary.get("process", {})
         if seen is None or process.get("host") != platform.node():
             return False
-        pid, since = process.get("pid"), seen.updated
-    return not lives(pid, since)
+        pid, since, start = process.get("pid"), seen.updated, process.get("started")
+    return not lives(pid, since, start)
 
 
 def _now() -> float:

@@ -60,6 +60,9 @@ class Attempt:
     checkpoints: float
     #: The number of checkpoints.
     saves: float
+    #: The folder of its run, and when the process started, as `system.process` has it.
+    folder: str = ""
+    started: float = 0.0
 
     @property
     def trained(self) -> float:
@@ -76,7 +79,7 @@ class Attempt:
 def attempt_of(content: Any) -> Attempt:
     """The attempt that the content of a file describes; raises `ValueError` if there is none."""
     known = content if isinstance(content, dict) else {}
-    values: dict[str, Any] = {each.name: known.get(each.name) for each in fields(Attempt)}
+    values = {each.name: known.get(each.name, each.default) for each in fields(Attempt)}
     for each in fields(Attempt):
         value = values[each.name]
         number = each.type == "float" and type(value) in (int, float) and 0 <= value <= _MOST
@@ -100,7 +103,8 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
     Returns:
         The section of ``summary.json``: ``docs/summary.md`` describes it.
     """
-    losses, kept, whole, interruptions = dict.fromkeys(LOSSES, 0.0), 0.0, 0.0, 0
+    losses, interruptions = dict.fromkeys(LOSSES, 0.0), 0
+    kept = whole = held = 0.0
     # The step seconds that later attempts have kept, and when the next one began.
     limit = later = inf
     for number, each in reversed([*enumerate(attempts)]):
@@ -116,6 +120,7 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
         ended_later = 0.0 if stalled else min(unseen, each.unfinished)
         unseen = min(unseen - ended_later, gap)
         kept += steps + ended_later + unseen
+        held += ended - each.began + unseen
         losses["restarts"] += gap - unseen
         losses["restarts" if number else "setup"] += each.setup
         losses["repeated_steps"] += each.trained - steps
@@ -130,10 +135,26 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
     since = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(attempts[0].began))
     found = {
         "share": min(kept / whole, 1.0) if whole else 0.0, "since": since, "seconds": whole,
-        "kept_seconds": kept, "attempts": len(attempts), "interruptions": interruptions,
-        "losses": losses, "job": attempts[0].job,
+        "kept_seconds": kept, "held_seconds": held, "attempts": len(attempts),
+        "interruptions": interruptions, "losses": losses, "job": attempts[0].job,
     }  # fmt: skip
     return found | _checkpoints(attempts, interruptions, losses["repeated_steps"] > _LEAST * whole)
+
+
+def held_and_kept(attempts: Sequence[Attempt], others: Sequence[Attempt]) -> tuple[float, float]:
+    """Seconds of the processes of a run, and those of its steps that were kept.
+
+    Steps of other runs that it repeats are not kept of its own.
+
+    Args:
+        attempts: All of its job up to its latest one, in the order in which they began.
+        others: Those of them that are of other runs.
+    """
+    held, kept = (goodput(attempts)[key] for key in ("held_seconds", "kept_seconds"))
+    if others:
+        before = goodput(others)
+        held, kept = held - before["held_seconds"], kept - before["kept_seconds"]
+    return held, min(max(kept, 0.0), held)
 
 
 def _checkpoints(attempts: Sequence[Attempt], interruptions: int, costly: bool) -> dict[str, float]:

@@ -13,21 +13,23 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from operator import sub
-from pathlib import Path
 from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from lightning_perf.core.goodput import FINISHED, STALLED, Attempt, goodput
+from lightning_perf.core.goodput import FINISHED, STALLED, Attempt, goodput, held_and_kept
 from lightning_perf.errors import printable
-from lightning_perf.files import read_bytes, written_whole
+from lightning_perf.files import written_whole
 from lightning_perf.run import compat
 from lightning_perf.run.destination import named_run
+from lightning_perf.system.process import started, this_process
 from lightning_perf.traces.names import safe
 from lightning_perf.tracking.attempts import attempts_in, prune
 from lightning_perf.tracking.summary import ATTEMPTS, RUNNING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning_perf.background import Worker
     from lightning_perf.core.progress import Ranks
     from lightning_perf.run.destination import Reporting
@@ -133,9 +135,9 @@ class AttemptLog:
         moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
         name = f"{moment}.{int(now * 1000) % 1000:03d}-{pid}"
         self._same = {
-            "name": name, "job": name, "host": platform.node(), "pid": pid, "began": began,
-            "setup": max(now - began, 0.0), "resumed": self.resumed - paused,
-            "first": counters.total_wct - paused,
+            "name": name, "job": name, "began": began, **this_process(),
+            "folder": run.reporting.run_folder().folder.name, "setup": max(now - began, 0.0),
+            "resumed": self.resumed - paused, "first": counters.total_wct - paused,
         }  # fmt: skip
         self._first_step, self._validated = counters.step, progress.validation_seconds
         self._trained, self._saving_began = counters.total_wct, self._saving_seconds(run)
@@ -202,7 +204,22 @@ class AttemptLog:
         if status != RUNNING:
             self._ended = own
         run.file_worker.submit(partial(self._write, run, own), "the attempt")
-        return goodput([*self._earlier, own])
+        found = goodput([*self._earlier, own])
+        self._note(run, own, found["share"])
+        return found
+
+    def _note(self, run: Trained, own: Attempt, share: float) -> None:
+        """Tell MLflow what the attempts of this run of MLflow took; a job may have several."""
+        if run.reporting.tags is None or self._ended not in (None, own):
+            return
+        attempts = [*self._earlier, own]
+        others = [each for each in self._earlier if each.folder != own.folder]
+        held, kept = held_and_kept(attempts, others)
+        content = {
+            "attempt": own.name, "seen": own.seen, "held_seconds": held, "kept_seconds": kept,
+            "goodput": share, "process": this_process(),
+        }  # fmt: skip
+        run.reporting.note_attempts(content, [each.name for each in attempts])
 
     def _saving_seconds(self, run: Trained) -> tuple[float, float]:
         """Seconds of checkpoints in training and in validation, while something measures them."""
@@ -247,8 +264,9 @@ class AttemptLog:
         """Write the file, and schedule the next write."""
         if self._ended is not None:
             return
-        began = perf_counter()
-        self._write(run, self._attempt(run, RUNNING))
+        began, own = perf_counter(), self._attempt(run, RUNNING)
+        self._write(run, own)
+        self._note(run, own, goodput([*self._earlier, own])["share"])
         # On a slow file system, the file takes at most 1 % of the time.
         pause = INTERVAL * max(1.0, 20 * (perf_counter() - began))
         run.file_worker.submit(partial(_beat, self, weakref.ref(run)), "the attempt", pause)
@@ -265,6 +283,7 @@ class AttemptLog:
     def _write_file(self, run: Trained, own: Attempt) -> None:
         if self._folder is None:
             self._folder = self._run_folder.claim() / ATTEMPTS
+            self._same["folder"] = run.reporting.run_folder().folder.name
             self._note_job(run)
         if self._folder.is_symlink():  # it may point anywhere
             text = f"{self._folder} is a link: attempts are neither written nor read there."
@@ -275,6 +294,7 @@ class AttemptLog:
         if first:
             prune(self._folder, own.job)
         content = asdict(own) | {
+            "folder": self._same["folder"],
             "steps": [self._first_step, run.progress.stages["train"].step],
             "latest_checkpoints": [*self._saved],
             "labels": {key: printable(os.environ[key]) for key in _LABELS if key in os.environ},
@@ -287,14 +307,13 @@ class AttemptLog:
 
 def _process_start() -> float:
     """When this process was started, in seconds since the epoch."""
+    now = time.time()  # noqa: TID251
     try:
-        status = read_bytes(Path("/proc/self/stat"), 4096).decode().rpartition(")")[2].split()
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(status[19]) / os.sysconf("SC_CLK_TCK")
-        return time.time() - age  # noqa: TID251
-    except (OSError, ValueError, AttributeError):  # not Linux
-        from lightning_perf.system.host import started  # psutil takes milliseconds to import
-
-        return started(os.getpid())
+        found = started(os.getpid())
+    except OSError:  # /proc is hidden
+        return now
+    boot = now - time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else 0.0
+    return boot + found
 
 
 def _beat(log: AttemptLog, reference: weakref.ref[Trained]) -> None:
@@ -309,4 +328,4 @@ def _lives(attempt: Attempt) -> bool:
         return False
     from lightning_perf.system.host import lives
 
-    return lives(int(attempt.pid), attempt.seen)
+    return lives(int(attempt.pid), attempt.seen, attempt.started or None)

@@ -30,6 +30,7 @@ from lightning_perf.run import compat, destination
 from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.run import LONG, Run
 from lightning_perf.run.window_log import table
+from lightning_perf.system.process import this_process
 from lightning_perf.terminal import new_console, unread
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.names import numbered
@@ -194,7 +195,7 @@ class RunSummary:
             "run": context.run_name,
             "status": status,
             "updated" if status == RUNNING else "ended": now,
-            "process": {"host": platform.node(), "pid": os.getpid()},
+            "process": this_process(),
             "setup": _setup(context),
             "stages": {stage: windows for stage, windows in stages.items() if windows},
             **sections,
@@ -381,7 +382,7 @@ def _is_held(path: Path, summary: Summary) -> bool:
         return False
     from lightning_perf.system.host import lives  # psutil takes milliseconds to import
 
-    return lives(process.get("pid"), path.stat().st_mtime)
+    return lives(process.get("pid"), path.stat().st_mtime, process.get("started"))
 
 
 def log_folder(context: Run) -> None:

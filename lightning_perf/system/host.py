@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import psutil
 
 from lightning_perf.cgroup import Cgroup
+from lightning_perf.system.process import started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
@@ -272,16 +273,16 @@ def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:
     return not blocks.exists() or (blocks / disk.replace("/", "!") / "device").exists()
 
 
-def started(pid: int) -> float:
-    """When a process was started, in seconds since the epoch."""
-    return float(psutil.Process(pid).create_time())
+def lives(pid: int | None, since: float, start: float | None = None) -> bool:
+    """Whether a process is alive, and was started before a point in time.
 
-
-def lives(pid: int | None, since: float) -> bool:
-    """Whether a process is alive, and was started before a point in time."""
+    ``start`` is what `started` returned for it, if that is known: its id may be that of a later
+    process, or of another one outside of its container.
+    """
     try:
         process = psutil.Process(pid)
-        # The id may have been given to a later process.
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since
-    except (psutil.Error, TypeError, ValueError, OverflowError):  # no such id
+        if process.status() == psutil.STATUS_ZOMBIE or process.create_time() > since:
+            return False
+        return start is None or started(process.pid) == start
+    except (psutil.Error, OSError, TypeError, ValueError, OverflowError):  # no such id
         return False

@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from lightning_perf.core.goodput import held_and_kept
 from lightning_perf.errors import DAMAGE, did_you_mean
 from lightning_perf.system.host import lives
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.attempts import attempts_in
-from lightning_perf.tracking.mlflow import SUMMARY_TAG
+from lightning_perf.tracking.mlflow import SUMMARY_TAG, job_of
 from lightning_perf.tracking.runs import (
     all_of,
     ask,
@@ -28,13 +28,16 @@ from lightning_perf.tracking.runs import (
 from lightning_perf.tracking.summary import ATTEMPTS, RATES, RUNNING, main_stage, standing_hang
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from mlflow import MlflowClient
 
     from lightning_perf.core.goodput import Attempt
     from lightning_perf.tracking.summary import Summary, SummaryError
+
+    #: By the folder of a run and its job: attempts by name, each with the folder of its run.
+    _Jobs = dict[tuple[Path, str], dict[str, tuple[Path, Attempt]]]
 
 #: Seconds without a sign of life after which a running run is silent, and after which it counts as
 #: ended: it was probably killed.
@@ -63,8 +66,10 @@ class FleetRun:
     device_hours: float
     #: The same time after that, as long as the devices may be held.
     silent_hours: float = 0.0
-    #: The share of its time that its verdicts explain, or that its goodput lacks.
+    #: The share of its device hours that its verdicts explain.
     lost_share: float = 0.0
+    #: Those that went into no step that was kept; None if that is not known.
+    lost_hours: float | None = None
     mfu: float | None = None
     goodput: float | None = None
     verdict: str = ""
@@ -77,7 +82,7 @@ class FleetRun:
     @property
     def wasted_hours(self) -> float:
         """Device hours without use."""
-        return self.device_hours * self.lost_share + self.silent_hours
+        return max(self.device_hours * self.lost_share, self.lost_hours or 0.0) + self.silent_hours
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -94,70 +99,71 @@ def in_folder(root: Path, since: float, unreadable: list[SummaryError]) -> list[
 
     ``unreadable`` gets why summaries were left out.
     """
-    latest = dict(summaries_below(root, _LEVELS, unreadable))
+    latest = {
+        path.parent: (path, each) for path, each in summaries_below(root, _LEVELS, unreadable)
+    }
     attempts, found = _attempts_of(latest), []
-    for path, summary in latest.items():
+    for folder, (path, summary) in latest.items():
         with suppress(OSError):  # it was deleted meanwhile
             if (seen := path.stat().st_mtime) >= since:
-                found.append(_of_summary(path.parent, summary, seen, attempts[path]))
+                found.append(_of_summary(folder, summary, seen, attempts))
     return sorted(found, key=_order)
 
 
-def _attempts_of(latest: Mapping[Path, Summary]) -> dict[Path, list[Attempt]]:
-    """The attempts of each run, by its summary; each attempt counts once.
+def _attempts_of(folders: Iterable[Path]) -> _Jobs:
+    """The attempts of each run's jobs, and those of other runs in these.
 
-    The file of a resumed one is in the folder of its job's first attempt, though its summary may
-    be in another folder.
+    The file of one that resumed is in the folder of its job's first attempt. Copies of folders have
+    copies of attempts, which count once. Trainings that start together in containers may give one
+    name to their jobs.
     """
-    owners = {_process(summary): path for path, summary in latest.items()}
-    found: dict[Path, list[Attempt]] = {path: [] for path in latest}
-    for path, summary in latest.items():
-        for each in attempts_in(path.parent / ATTEMPTS):
-            process = each.host, each.pid
-            owner = path if process == _process(summary) else owners.get(process, path)
-            found[owner].append(each)
+    known, jobs = set(folders), dict[tuple[str, object], dict[str, Any]]()
+    found: _Jobs = {}
+    for folder in known:
+        attempts = attempts_in(folder / ATTEMPTS)
+        began = {each.name: each.began for each in attempts}
+        for each in attempts:
+            own = folder.parent / (each.folder or folder.name)
+            own = own if own in known else folder
+            job = jobs.setdefault((each.job, began.get(each.job, folder)), {})
+            if each.name not in job or job[each.name][1].seen < each.seen:
+                job[each.name] = own, each
+            found[own, each.job] = job
     return found
-
-
-def _process(summary: Summary) -> tuple[Any, Any]:
-    process = summary.get("process", {})
-    return process.get("host"), process.get("pid")
 
 
 def _order(run: FleetRun) -> tuple[float, float]:
     return -run.wasted_hours, -run.device_hours
 
 
-def _of_summary(
-    folder: Path, summary: Summary, written: float, attempts: Sequence[Attempt]
-) -> FleetRun:
+def _of_summary(folder: Path, summary: Summary, seen: float, jobs: _Jobs) -> FleetRun:
     stages = summary["stages"].values()
     seconds = sum((each.get("whole_run") or {}).get("seconds", 0.0) for each in stages)
-    status, seen = summary["status"], written
-    own = [each for each in attempts if (each.host, each.pid) == _process(summary)]
-    if own:  # summaries follow reports, and attempts a clock
-        last = max(own, key=attrgetter("seen"))
-        # Earlier ones, whose summary this one has replaced.
-        seconds = sum(each.seen - each.began for each in attempts if each.job == last.job)
-        seen = min(max(seen, last.seen), _now()) if status == RUNNING else seen
-    if _is_gone(summary, seen):
+    kept, status, patience = None, summary["status"], DEAD
+    job = jobs.get((folder, summary.get("goodput", {}).get("job", "")), {})
+    ordered = [job[name] for name in sorted(job)]
+    while ordered and ordered[-1][0] != folder:  # another run repeated its steps: its waste
+        ordered.pop()
+    if ordered:  # summaries follow reports, and attempts a clock
+        last = ordered[-1][1]
+        seconds, kept = held_and_kept(
+            [each for _, each in ordered], [each for its, each in ordered if its != folder]
+        )
+        if status == RUNNING and last.seen > seen:
+            seen, patience = min(last.seen, _now()), SILENT
+    if status == RUNNING and _is_gone(summary, seen):
         status = "killed"
     elif status.startswith("stopped"):
         status = "failed"
-    devices, later = _devices(summary.get("setup", {})), min(max(seen - written, 0.0), _LONGEST_RUN)
-    hangs = bool(_hang(summary))
-    times = _times(status, seconds - later if hangs and own else seconds, seen, devices)
-    if hangs:  # all of the time since then is wasted
-        times["silent_hours"] += later * devices / 3600
-    run = FleetRun(_short(summary["run"]), str(folder), **times)
-    return _with(run, summary, SILENT if seen > written else DEAD)
+    times = _times(status, seconds, kept, seen, _devices(summary.get("setup", {})))
+    return _with(FleetRun(_short(summary["run"]), str(folder), **times), summary, patience)
 
 
-def _is_gone(summary: Summary, seen: float) -> bool:
-    """Whether the process of a run that did not end was on this machine, and has ended."""
-    process = summary.get("process", {})
-    here = summary["status"] == RUNNING and process.get("host") == platform.node()
-    return here and not lives(process.get("pid"), seen)
+def _is_gone(known: Mapping[str, Any], seen: float) -> bool:
+    """Whether a process, as a summary or a tag has it, was on this machine and has ended."""
+    process = known.get("process", {})
+    here = process.get("host") == platform.node()
+    return here and not lives(process.get("pid"), seen, process.get("started"))
 
 
 def _hang(summary: Summary) -> str:
@@ -168,14 +174,21 @@ def _hang(summary: Summary) -> str:
     return ""
 
 
-def _times(status: str, seconds: float, seen: float, devices: int) -> dict[str, Any]:
-    """State and device hours of a run, from its seconds until its last sign of life."""
+def _times(
+    status: str, seconds: float, kept: float | None, seen: float, devices: int
+) -> dict[str, Any]:
+    """State and device hours of a run, from its seconds until its last sign of life.
+
+    ``kept`` are those of steps that were kept, if that is known.
+    """
+    seconds = min(max(seconds, 0.0), _LONGEST_RUN)
     seen = min(max(seen, 0.0), now := _now())
     silence = now - seen if status == RUNNING else 0.0
     silent = silence > SILENT
     return {
         "state": f"silent since {_clock(seen)}" if silent else _short(status),
-        "device_hours": min(max(seconds, 0.0), _LONGEST_RUN) * devices / 3600,
+        "device_hours": seconds * devices / 3600,
+        "lost_hours": None if kept is None else max(seconds - kept, 0.0) * devices / 3600,
         "silent_hours": min(silence, DEAD) * devices / 3600 if silent else 0.0,
         "seen": seen,
     }
@@ -191,9 +204,13 @@ def _with(run: FleetRun, summary: Summary, patience: float = DEAD) -> FleetRun:
         known["verdict"] = _verdict(first["code"], first.get("share", 0.0))
         known["culprit"] = _short(first.get("culprit") or "")
     with suppress(*DAMAGE):
-        known["goodput"] = _share(summary["goodput"]["share"])
+        goodput = summary["goodput"]
+        known["goodput"] = _share(goodput["share"] if run.goodput is None else run.goodput)
         # Verdicts and goodput may explain the same seconds: the larger one counts.
-        known["lost_share"] = max(known["lost_share"], 1 - known["goodput"])
+        if run.lost_hours is None:  # without attempts
+            held = goodput.get("held_seconds")
+            kept = goodput["kept_seconds"] / held if held else goodput["share"]
+            known["lost_hours"] = run.device_hours * (1 - _share(kept))
     if hang := _hang(summary):
         lost = f"lost since {_clock(run.seen)}" if _now() - run.seen > patience else hang
         known["state"] = run.state if run.state == "killed" else lost
@@ -261,10 +278,13 @@ def _search(client: MlflowClient, experiment: str | None, since: float) -> Itera
 def _of_mlflow(run: Any) -> FleetRun:
     info = run.info
     metrics = {key: value for key, value in run.data.metrics.items() if isfinite(value)}
-    began = (info.start_time or 0) / 1000
+    began, job, status = (info.start_time or 0) / 1000, job_of(run.data.tags), info.status.lower()
     seen = (info.end_time or 0) / 1000
-    if info.status == "RUNNING":
-        seen = max([began, *(each.timestamp / 1000 for each in run.to_proto().data.metrics)])
+    if status == RUNNING:
+        points = (each.timestamp / 1000 for each in run.to_proto().data.metrics)
+        seen = max([began, job.get("seen", 0.0), *points])
+        status = "killed" if _is_gone(job, seen) else status
+    seconds = job.get("held_seconds", seen - began)
     rates = [metrics[key] for key in (RATES["mfu"][3], "throughput/device/mfu") if key in metrics]
     verdicts = ((_VERDICT.fullmatch(key), value) for key, value in metrics.items())
     shares = {found[1]: _share(value) for found, value in verdicts if found}
@@ -276,9 +296,10 @@ def _of_mlflow(run: Any) -> FleetRun:
     return FleetRun(
         _short(info.run_name or info.run_id),
         info.run_id,
-        **_times(info.status.lower(), seen - began, seen, _devices(setup_of(run))),
+        **_times(status, seconds, job.get("kept_seconds"), seen, _devices(setup_of(run))),
         lost_share=_share(sum(shares.values())),
         mfu=rates[0] if rates else None,
+        goodput=_share(job["goodput"]) if job else None,
         verdict=_verdict(first, shares[first]) if shares[first] >= 0.005 else "",
         source=run,
     )
@@ -290,7 +311,10 @@ def _refined(client: MlflowClient, found: FleetRun) -> FleetRun:
     if path and is_trusted(client, found.source):
         with suppress(Exception):  # its files may be gone, and MLflow raises many kinds of errors
             summary = downloaded(client, found.source, path)
-            if _is_gone(summary, found.seen):
+            if job := job_of(found.source.data.tags):
+                if job["process"] != summary.get("process"):  # that of an earlier attempt
+                    summary = {**summary, "hangs": []}
+            elif summary["status"] == RUNNING and _is_gone(summary, found.seen):
                 found = replace(found, state="killed", silent_hours=0.0)
             return _with(found, summary)
     return found

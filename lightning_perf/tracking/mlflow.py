@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -23,7 +24,8 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from lightning_perf.errors import WarningDigest, describe, warn, without_credentials
+from lightning_perf.errors import DAMAGE, WarningDigest, describe, warn, without_credentials
+from lightning_perf.files import parsed
 from lightning_perf.tracking.summary import (
     FILE_NAME,
     SummaryError,
@@ -34,7 +36,7 @@ from lightning_perf.tracking.summary import (
 from lightning_perf.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from mlflow import MlflowClient
 
@@ -48,6 +50,10 @@ _SERVERS = ("mlflow-artifacts", "http", "https", "dbfs", "databricks")
 _DESCRIPTION = "mlflow.note.content"
 #: The tag with the path of the summary among the artifacts: others may have files of this name.
 SUMMARY_TAG = "lightning_perf_summary"
+#: The tag with the seconds that the run's processes took, and those of steps that were kept.
+_JOB_TAG = "lightning_perf_job"
+#: Its numbers, at most, and seconds between two requests that carry it alone.
+_NUMBERS, _MOST, _NOTE_INTERVAL = ("seen", "held_seconds", "kept_seconds", "goodput"), 1e11, 30.0
 #: MLflow's status by that of a summary, if the run has ended.
 _ENDS = {"finished": "FINISHED", "stopped by an exception": "FAILED"}
 
@@ -173,6 +179,16 @@ class MlflowRun(Tracker):
                 client.set_terminated(self.run_id, status, ended)
 
 
+def job_of(tags: Mapping[str, str]) -> dict[str, Any]:
+    """What the processes of a run have noted with `MlflowMetrics.note`; empty without that."""
+    with suppress(*DAMAGE):  # others may have written it
+        found: dict[str, Any] = parsed(tags[_JOB_TAG])
+        numbers = [found[key] for key in _NUMBERS]
+        if all(type(each) in (int, float) and 0 <= each <= _MOST for each in numbers):
+            return found | {"process": dict(found["process"])}
+    return {}
+
+
 @cache
 def _client_of(tracking_uri: str) -> MlflowClient:
     from mlflow import MlflowClient
@@ -290,6 +306,12 @@ class MlflowMetrics:
         self._due = 0.0
         self._lost = 0
         self._queued = False
+        # What `note` got and was not sent; when it is sent without metrics; and the seconds of
+        # processes of this run that are not in it, once they are known.
+        self._note: dict[str, Any] = {}
+        self._known: frozenset[str] = frozenset()
+        self._note_due = 0.0
+        self._before: list[float] | None = None
         # Keys that the server does not take.
         self._refused: set[str] = set()
         self._digest = WarningDigest()
@@ -304,6 +326,19 @@ class MlflowMetrics:
             else:
                 self._waiting.append((clean_key(prefix + key), value, now, step))
         self._enqueue()
+
+    def note(self, content: Mapping[str, Any], known: Iterable[str]) -> None:
+        """Set the tag of this run's time with the next metrics, or within half a minute.
+
+        Args:
+            content: Of this attempt and those that are known: numbers by `_NUMBERS`, `process` and
+                the name as ``attempt``.
+            known: The names of earlier attempts that ``content`` contains. If the last one that has
+                set the tag is another one, such as one of another machine, its seconds are added.
+        """
+        self._note, self._known = dict(content), frozenset(known)
+        if time.monotonic() >= self._note_due:
+            self._enqueue()
 
     def log_params(self, params: Mapping[str, object]) -> None:
         """Queue params; a param that the run already has keeps its value."""
@@ -332,7 +367,7 @@ class MlflowMetrics:
     def _send(self) -> None:
         self._queued = False
         # Metrics logged in the meantime wait for the next job.
-        for _ in range(0, len(self._waiting), _BATCH):
+        for _ in range(0, max(len(self._waiting), bool(self._note)), _BATCH):
             began = time.monotonic()
             self._due = began + _PAUSE
             batch = list(islice(self._waiting, _BATCH))
@@ -354,16 +389,21 @@ class MlflowMetrics:
     def _deliver(self, batch: Sequence[tuple[str, float, int, int]]) -> None:
         """Send metrics in one call; those that the server calls invalid are dropped alone."""
         from mlflow import MlflowException
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric, RunTag
 
         client, run_id = self._run.client(), self._run.run_id
         batch = [entry for entry in batch if entry[0] not in self._refused]
+        tags = [RunTag(_JOB_TAG, self._job_text(note))] if (note := self._note) else []
         try:
-            if batch:
-                client.log_batch(run_id, metrics=[Metric(*entry) for entry in batch])
+            if batch or tags:
+                metrics = [Metric(*entry) for entry in batch]
+                client.log_batch(run_id, metrics=metrics, tags=tags)
+            self._note_due = time.monotonic() + _NOTE_INTERVAL
+            if self._note is note:
+                self._note = {}
         except MlflowException as error:
             active = client.get_run(run_id).info.lifecycle_stage == "active"
-            if error.error_code not in _INVALID or not active:
+            if error.error_code not in _INVALID or not (active and batch):
                 raise
             if len(keys := sorted({entry[0] for entry in batch})) > 1:
                 half = set(keys[: len(keys) // 2])
@@ -372,6 +412,20 @@ class MlflowMetrics:
                 return
             self._refused.update(keys)
             self._warn("key", f"the metric {keys[0]!r} is refused and left out ({describe(error)})")
+
+    def _job_text(self, note: Mapping[str, Any]) -> str:
+        if self._before is None:
+            there = job_of(self._run.tags())
+            if there and there.get("attempt") not in (note["attempt"], *self._known):
+                self._before = [there["held_seconds"], there["kept_seconds"]]
+            else:
+                self._before = there.get("before", [0.0, 0.0])
+        held, kept = self._before
+        sums = {
+            "held_seconds": held + note["held_seconds"],
+            "kept_seconds": kept + note["kept_seconds"],
+        }
+        return json.dumps({**note, **sums, "before": self._before})
 
     def _send_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param

@@ -25,28 +25,50 @@ from mlflow.entities import Metric, Param
 
 from lightning_perf import always_on
 from lightning_perf.core.goodput import Attempt
-from lightning_perf.tracking.mlflow import use_for_artifacts
+from lightning_perf.tracking.mlflow import job_of, use_for_artifacts
 from lightning_perf.tracking.summary import text_of
 
 HUNG = [{"began": "2026-11-25T10:00:00+0000", "seconds": 300.0, "text": "rank 3 waits"}]
 
 
 def leave_attempt(
-    folder: Path, process: dict[str, Any], began: float, seen: float, job: str = ""
+    folder: Path,
+    process: dict[str, Any],
+    began: float,
+    seen: float,
+    job: str = "",
+    *,
+    trained: float = 0.0,
+    resumed: float = 0.0,
+    run: str = "",
 ) -> str:
-    """The file of an attempt of a process that was killed; returns its name."""
+    """The file of an attempt that was killed; returns its name.
+
+    Args:
+        folder: Of the job's first attempt.
+        process: Its host and process id.
+        began: When it began.
+        seen: Its last sign of life.
+        job: Its job, if it is not the first attempt.
+        trained: Seconds of its steps.
+        resumed: Those before its checkpoint.
+        run: The folder of its run, if it has another one.
+    """
     moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(began))
     name = f"{moment}.000-{process['pid']}"
+    steps = (0.0, resumed, resumed, resumed + trained)
     own = Attempt(
-        name, job or name, process["host"], process["pid"], "running", began, seen, *[0.0] * 9
-    )
+        name, job or name, process["host"], process["pid"], "running", began, seen, *steps,
+        *[0.0] * 5, folder=run or folder.name,
+    )  # fmt: skip
     (folder / "attempts").mkdir(parents=True, exist_ok=True)
     (folder / "attempts" / f"{name}.json").write_text(json.dumps(asdict(own)))
     return name
 
 
-def goodput(share: float) -> dict[str, Any]:
-    return {"share": share, "seconds": 1.0, "attempts": 2, "interruptions": 1, "losses": {}}
+def goodput(share: float, job: str = "") -> dict[str, Any]:
+    figures = {"share": share, "seconds": 1.0, "attempts": 2, "interruptions": 1, "losses": {}}
+    return figures | {"job": job}
 
 
 INPUT = {"code": "input-bound", "severity": "critical", "share": 0.25, "culprit": "DataLoader"}
@@ -128,6 +150,49 @@ def test_runs_are_ranked_by_wasted_device_hours(
     assert (found["slow"]["mfu"], found["good"]["mfu"]) == (0.31, 0.1)
     assert found["restarts"]["goodput"] == 0.4
     assert found["good"]["goodput"] is None
+
+
+def noted(held: float, kept: float, ago: float = 0.0, **process: Any) -> dict[str, Any]:
+    """The tag of attempts that took so many hours on each device, and kept some of them."""
+    return {
+        "attempt": "x", "process": process, "seen": time.time() - ago * 3600,
+        "held_seconds": held * 3600, "kept_seconds": kept * 3600, "goodput": kept / 100,
+    }  # fmt: skip
+
+
+def test_a_run_that_was_often_preempted_is_among_the_first(
+    client: MlflowClient, experiment: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Its tag comes with the search: it is healthy, and has no summary or one that is old."""
+    for number in range(5):
+        add_run(client, experiment, f"slow {number}", hours=10, shares={"input-bound": 0.05})
+    add_run(
+        client, experiment, "preempted", hours=100, shares={"healthy": 0.0}, job=noted(10, 2),
+        summary=summary_of("preempted", verdicts=[], goodput=goodput(0.9)), folder=tmp_path,
+    )  # fmt: skip
+    add_run(client, experiment, "killed", hours=100, ago=1, status="RUNNING", job=noted(5, 3, 1))
+    found = shown(capsys, "--limit", "2")
+    assert [*found] == ["preempted", "killed"]
+    # The time in the queue is of no device.
+    assert found["preempted"]["device_hours"] == pytest.approx(80)
+    assert found["preempted"]["wasted_device_hours"] == pytest.approx(64)
+    assert found["preempted"]["goodput"] == 0.02
+    assert found["killed"]["device_hours"] == pytest.approx(8 * (5 + 1), rel=0.01)  # silent
+
+
+def test_a_summary_of_an_earlier_attempt_does_not_say_what_the_next_one_does(
+    client: MlflowClient, experiment: str, tmp_path: Path, capsys: Any
+) -> None:
+    """It hung and was killed; the next one trains."""
+    before = {"host": platform.node(), "pid": 2**22 + 1}
+    for name, process in (("trains", {"host": platform.node(), "pid": os.getpid()}), ("", before)):
+        add_run(
+            client, experiment, name or "killed", hours=1, status="RUNNING", folder=tmp_path,
+            summary=summary_of("old", "running", hangs=HUNG, process=before),
+            job=noted(1, 0.5, **process),
+        )  # fmt: skip
+    states = {name: each["state"] for name, each in shown(capsys).items()}
+    assert states == {"trains": "running", "killed": "killed"}
 
 
 def test_runs_are_selected(client: MlflowClient, experiment: str, capsys: Any) -> None:
@@ -248,6 +313,17 @@ def test_runs_of_strangers_are_shown_as_they_are(
             folder=tmp_path, metrics={"mfu": float("nan"), "timings/forward": -1e300},
         )  # fmt: skip
         add_run(client, experiment, "absurd", hours=1e9, shares={"warmup": 1e300})
+    for number, change in enumerate(
+        [
+            {"held_seconds": -1}, {"kept_seconds": 10**400}, {"seen": "1"}, {"goodput": True},
+            {"process": 3}, {"held_seconds": 1e400}, {"process": {"host": platform.node()}},
+            {"kept_seconds": 1e9, "goodput": 7},
+            {"process": {"host": platform.node(), "pid": 10**30, "started": "x"}},
+        ]
+    ):  # fmt: skip
+        job = noted(1, 1) | change
+        add_run(client, experiment, f"tag {number}", hours=1, status="RUNNING", job=job)
+    add_run(client, experiment, "text", hours=1, job=["x"])  # type: ignore[arg-type]
     run = client.create_run(experiment, 10**17, run_name="later").info.run_id
     client.log_batch(run, [Metric("mfu", 1.0, 10**17, 0)], [Param("lightning_perf", "[[1]]")])
     elsewhere = client.create_experiment("elsewhere", "http://127.0.0.1:1/api/files")
@@ -340,14 +416,16 @@ def test_a_run_that_hangs_gives_signs_of_life(tmp_path: Path, capsys: Any) -> No
 
     def leave(name: str, process: dict[str, Any], ago: float, beat: float | None) -> None:
         """A summary written so many hours ago, and a sign of life after it."""
-        path = tmp_path / name / "summary.json"
-        (path.parent / "attempts").mkdir(parents=True)
-        hangs = [] if name == "trains" else HUNG
-        path.write_text(text_of(summary_of(name, "running", process=process, hangs=hangs)))
-        os.utime(path, (time.time() - ago * 3600,) * 2)
+        path, now, job = tmp_path / name / "summary.json", time.time(), ""
+        path.parent.mkdir(parents=True)
         if beat is not None:
-            seen = time.time() - beat * 3600
-            leave_attempt(path.parent, process, time.time() - (ago + 1) * 3600, seen)
+            began, seen = now - (ago + 1) * 3600, now - beat * 3600
+            trained = seen - began if name == "trains" else 3600.0
+            job = leave_attempt(path.parent, process, began, seen, trained=trained)
+        hangs = [] if name == "trains" else HUNG
+        figures = {"hangs": hangs, "goodput": goodput(1.0, job)}
+        path.write_text(text_of(summary_of(name, "running", process=process, **figures)))
+        os.utime(path, (now - ago * 3600,) * 2)
 
     here, gone = {"host": platform.node(), "pid": os.getpid()}, 2**22 + 1
     away = {"host": "elsewhere", "pid": 1}
@@ -375,25 +453,39 @@ def test_attempts_of_a_job_count_once_each_up_to_their_last_sign_of_life(
     now = time.time() - 100 * 3600
     killed = [{"host": platform.node(), "pid": 2**22 + number} for number in range(4)]
 
-    def summarize(folder: str, process: dict[str, Any]) -> Path:
+    def summarize(folder: Path, process: dict[str, Any], job: str) -> None:
         """An hour of training was reported, and written just now, as when files are copied."""
-        path = tmp_path / folder / "summary.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(text_of(summary_of(folder, "running", process=process)))
-        return path.parent
+        folder.mkdir(exist_ok=True)
+        content = summary_of(folder.name, "running", process=process, goodput=goodput(0.5, job))
+        (folder / "summary.json").write_text(text_of(content))
 
+    first, resumed, hour = tmp_path / "first", tmp_path / "resumed", 3600.0
     # The first was killed after 2 hours; the next one, 3 hours later, replaced its summary.
-    first = summarize("first", killed[1])
-    job = leave_attempt(first, killed[0], now, now + 2 * 3600)
-    leave_attempt(first, killed[1], now + 5 * 3600, now + 6.5 * 3600, job)
-    # One that resumed it has a summary in a folder of its own, and one of another job there.
-    summarize("resumed", killed[2])
-    leave_attempt(first, killed[2], now + 10 * 3600, now + 14 * 3600, job)
-    leave_attempt(first, killed[3], now + 20 * 3600, now + 30 * 3600)
+    job = leave_attempt(first, killed[0], now, now + 2 * hour, trained=2 * hour)
+    resumes = {"job": job, "resumed": 1.5 * hour}
+    leave_attempt(first, killed[1], now + 5 * hour, now + 6.5 * hour, trained=1.5 * hour, **resumes)
+    summarize(first, killed[1], job)
+    # Two that resumed it have a folder of their own, and one of another job is there.
+    for number, later in ((2, 10), (2, 15)):
+        began, seen = now + later * hour, now + (later + 2) * hour
+        leave_attempt(
+            first, killed[number], began, seen, trained=2 * hour, run="resumed", **resumes
+        )
+    summarize(resumed, killed[2], job)
+    leave_attempt(first, killed[3], now + 20 * hour, now + 30 * hour)
     found = shown(capsys, str(tmp_path))
     hours = {name: each["device_hours"] / 8 for name, each in found.items()}
     assert hours == {"first": pytest.approx(3.5), "resumed": pytest.approx(4)}
+    # The second repeated half an hour; the third repeated 1.5 hours, and the fourth 2 hours.
+    wasted = {name: each["wasted_device_hours"] / 8 for name, each in found.items()}
+    assert wasted == {"first": pytest.approx(0.5), "resumed": pytest.approx(3.5)}
     assert {each["state"] for each in found.values()} == {"killed"}
+    # A copy has the same attempts, which are still those of the first one.
+    shutil.copytree(first, tmp_path / "copy")
+    _, out, _ = call(capsys, "runs", str(tmp_path), "--json")
+    places = {each["place"]: each for each in json.loads(out)["runs"]}
+    assert places[str(first)] == found["first"]
+    assert places[str(tmp_path / "copy")]["device_hours"] == 8  # as its summary says
 
 
 @pytest.mark.slow
@@ -421,7 +513,85 @@ def test_a_run_that_was_killed_before_its_first_report_has_its_hours(
     its = json.loads(file.read_text())
     (found,) = shown(capsys, str(tmp_path)).values()
     assert found["state"] == "killed"
-    assert found["device_hours"] == pytest.approx((its["seen"] - its["began"]) / 3600)
+    assert found["device_hours"] == pytest.approx((its["seen"] - its["began"]) / 3600, rel=0.01)
+
+
+def test_processes_of_containers_that_share_a_name_and_an_id(tmp_path: Path, capsys: Any) -> None:
+    """Each attempt counts in the folder of its run, and a later process is not an earlier one."""
+    now, hour = time.time() - 100 * 3600, 3600.0
+    first = tmp_path / "1"
+    process = {"host": platform.node(), "pid": os.getpid()}
+    job = leave_attempt(first, process, now, now + hour, trained=hour)
+    for number in (2, 3):
+        began = now + 10 * number * hour
+        options: dict[str, Any] = {"trained": number * hour, "resumed": hour, "run": f"{number}"}
+        leave_attempt(first, process, began, began + number * hour, job, **options)
+    for number in (1, 2, 3):
+        path = tmp_path / f"{number}" / "summary.json"
+        path.parent.mkdir(exist_ok=True)
+        figures = {"process": process | {"started": float(number)}, "goodput": goodput(1.0, job)}
+        path.write_text(text_of(summary_of(f"{number}", "running", **figures)))
+    found = shown(capsys, str(tmp_path))
+    hours = {name: round(each["device_hours"] / 8, 3) for name, each in found.items()}
+    assert hours == {"1": 1, "2": 2, "3": 3}
+    assert {each["state"] for each in found.values()} == {"killed"}
+
+
+@pytest.mark.slow
+def test_a_run_of_mlflow_that_hung_was_killed_and_waited_in_the_queue(
+    mlflow_server: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """Its hours are those of its processes, hangs included, on any machine; not of the queue."""
+    monkeypatch.setattr("lightning_perf.run.attempts.FIRST", 0.05)
+    monkeypatch.setattr("lightning_perf.run.attempts.INTERVAL", 0.1)
+    monkeypatch.setattr("lightning_perf.tracking.mlflow._NOTE_INTERVAL", 0.1)
+    monkeypatch.setattr("lightning_perf.tracking.mlflow._PAUSE_FACTOR", 1.0)
+    run_id = str(MLFlowLogger("queue", "waits", mlflow_server).run_id)
+    client, lived = MlflowClient(mlflow_server), 0.0
+
+    class Hangs(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 3:
+                (tmp_path / "hangs").touch()
+                time.sleep(1000)
+            return super().training_step(batch, batch_idx)
+
+    def train(root: str, module: Small) -> None:
+        own = MLFlowLogger("queue", tracking_uri=mlflow_server, run_id=run_id)
+        options = {"logger": own, "max_epochs": 3}
+        trainer(tmp_path / root, always_on(show_summary=False), **options).fit(module)
+
+    def is_noted() -> bool:
+        """Whether it hangs, and has noted four seconds of that."""
+        seen = job_of(client.get_run(run_id).data.tags).get("seen", 0.0)
+        hangs = tmp_path / "hangs"
+        return hangs.exists() and seen > hangs.stat().st_mtime + 4
+
+    def found() -> dict[str, Any]:
+        """The run, its hours in seconds."""
+        run = shown(capsys, mlflow_server, "--experiment", "queue")["waits"]
+        return {key: x * 3600 if key.endswith("hours") else x for key, x in run.items()}
+
+    # The last one is on a machine that has no files of the others.
+    for root, module in (("a", Hangs()), ("a", Small()), ("b", Small())):
+        began = time.time()
+        child = get_context("fork").Process(target=train, args=(root, module))
+        child.start()
+        if isinstance(module, Hangs):
+            until(is_noted)
+            child.kill()
+        child.join()
+        lived += time.time() - began
+        if isinstance(module, Hangs):
+            assert found()["state"] == "killed"
+            assert 4 < found()["wasted_device_hours"] < found()["device_hours"] < lived + 0.5
+            time.sleep(10.0)
+    assert found()["state"] == "finished"
+    files = map(json.loads, map(Path.read_text, tmp_path.glob("*/*/attempts/*.json")))
+    own = sum(each["seen"] - each["began"] for each in files)
+    assert found()["device_hours"] == pytest.approx(own, rel=0.02)
+    # All steps of the first process were repeated, and nothing of the queue is in it.
+    assert 4 < found()["wasted_device_hours"] < found()["device_hours"] < lived + 0.5
 
 
 def test_a_killed_run_of_mlflow_does_not_hang(

@@ -25,6 +25,7 @@ from rich.console import Console
 from lightning_perf import Diagnosis, Flops, SpeedMonitor, Timings
 from lightning_perf.cli import main, runs
 from lightning_perf.run import summary as run_summary
+from lightning_perf.system.process import this_process
 from lightning_perf.tracking.runs import folders_of
 from lightning_perf.tracking.summary import read_summary
 
@@ -104,7 +105,8 @@ def test_a_run_leaves_its_figures_during_training(
     seen, (folder,) = looks.seen, [path.parent for path in tmp_path.glob("*/summary.json")]
     assert looks.file == folder / "summary.json"
     assert seen["status"] == "running"
-    assert seen["process"] == {"host": platform.node(), "pid": os.getpid()}
+    assert seen["process"] == this_process()
+    assert this_process().items() > {"host": platform.node(), "pid": os.getpid()}.items()
     whole = seen["stages"]["train"]["whole_run"]
     assert 0 < whole["last"] < 12
     assert whole["throughput"]["mfu"] > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_perf.core.goodput import Attempt, attempt_of, goodput, texts
+from lightning_perf.core.goodput import Attempt, attempt_of, goodput, held_and_kept, texts
 
 
 def attempt(number: int, began: float, seen: float, **changes: Any) -> Attempt:
@@ -55,6 +55,19 @@ def test_an_older_checkpoint_loses_what_several_attempts_did() -> None:
     third = resumed(3, 200, 300, 50, status="finished")
     assert losses(first, second, third)["kept"] == 50 + 90
     assert losses(first, second, third)["repeated_steps"] == 40 + 90
+
+
+def test_time_between_attempts_is_held_by_nobody() -> None:
+    """What a run repeats of another run's steps is lost by the one that repeats them."""
+    first, second = attempt(1, 0, 100), resumed(2, 1000, 1070, 60)
+    third = resumed(3, 2000, 2100, 80, status="finished")
+    job = [first, second, third]
+    found = goodput(job)
+    assert (found["held_seconds"], found["seconds"]) == (270, 2100)
+    assert held_and_kept(job, []) == (270, found["kept_seconds"]) == (270, 80 + 90)
+    assert held_and_kept(job[:1], []) == (100, 90)
+    assert held_and_kept(job[:2], job[:1]) == (70, 60 - 30)
+    assert held_and_kept(job, job[:2]) == (100, 90 - 40)
 
 
 def test_a_checkpoint_later_than_the_last_sign_of_life_was_kept() -> None:

@@ -50,6 +50,7 @@ def add_run(
     summary: dict[str, Any] | None = None,
     folder: Path | None = None,
     metrics: dict[str, float] | None = None,
+    job: dict[str, Any] | None = None,
 ) -> str:
     """Add a run with 8 devices; returns its id.
 
@@ -64,6 +65,7 @@ def add_run(
         summary: What it has uploaded, if anything.
         folder: Where that is written first.
         metrics: Other values than 0.1.
+        job: What its attempts have noted, if anything.
     """
     now = int((time.time() - ago * 3600) * 1000)
     run = client.create_run(experiment, now - int(hours * 3.6e6), run_name=name).info
@@ -74,7 +76,10 @@ def add_run(
         run.run_id,
         [Metric(key, value, now, 1000) for key, value in values.items()],
         [Param("lightning_perf", json.dumps(setup))],
-        [RunTag(SUMMARY_TAG, "summary.json")] if summary else [],
+        [
+            *([RunTag(SUMMARY_TAG, "summary.json")] if summary else []),
+            *([RunTag("lightning_perf_job", json.dumps(job))] if job else []),
+        ],
     )
     if summary is not None:
         assert folder is not None
