@@ -180,12 +180,16 @@ def stacks(run: str, *, json: bool = False) -> int:
             its folder, or its id or name in MLflow.
         json: Print JSON.
     """
+    from lightning_perf.system.host import lives
     from lightning_perf.system.stacks import dump_of
 
+    process = _process_of(run)
     try:
-        pid = _pid_of(run)
+        pid = own_process(process["pid"])
     except LookupError as error:
         raise Failure(error, 1) from None
+    if not lives(pid, _now(), process.get("started")):
+        raise Failure(f"process {pid} is another one: that of {run} has ended", 1)
     dumps = [dump_of(each, native=True) for each in [pid, *descendants(pid)]]
     if not any(dump.text for dump in dumps):
         raise Failure(
@@ -200,20 +204,16 @@ def stacks(run: str, *, json: bool = False) -> int:
     return 0
 
 
-def _pid_of(run: str) -> int:
-    """The process of a run on this machine; raises `LookupError` if there is none."""
+def _process_of(run: str) -> Summary:
+    """The process of a run, as its summary has it; raises `LookupError` if there is no run."""
     if run.isdecimal() and not Path(run).exists():
-        return own_process(int(run))
-    from lightning_perf.system.host import lives
+        return {"pid": int(run)}
     from lightning_perf.tracking.runs import find_run
 
     process = find_run(run, None).summary.get("process", {})
     if process.get("host") != platform.node():
-        raise LookupError(f"{run} runs on {process.get('host')}: name it there")
-    pid = own_process(int(process.get("pid", 0)))
-    if not lives(pid, _now(), process.get("started")):
-        raise LookupError(f"process {pid} is another one: that of {run} has ended")
-    return pid
+        raise Failure(f"{run} runs on {process.get('host')}: name it there", 1)
+    return {"pid": 0, **process}
 
 
 #: Levels of folders below a process's own in which its run is found.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from lightning_perf.background import Worker
 from lightning_perf.errors import ConfigError, WarningDigest
@@ -83,7 +85,7 @@ def _warn(digest: WarningDigest, why: str) -> None:
 
 
 def post(url: str, content: object) -> None:
-    """Post a value as JSON.
+    """Post a value as JSON; a user and password in the URL are sent as HTTP's basic credentials.
 
     Raises:
         OSError: The server cannot be reached, is too slow or refuses it.
@@ -97,6 +99,11 @@ def post(url: str, content: object) -> None:
             """Follow no redirect."""
 
     body = json.dumps(finite(content), default=str).encode()
-    request = Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 (of the user)
+    headers, parts = {"Content-Type": "application/json"}, urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    if at:  # which urllib takes for a part of the host
+        url, secret = parts._replace(netloc=host).geturl(), b64encode(unquote_to_bytes(user))
+        headers["Authorization"] = f"Basic {secret.decode()}"
+    request = Request(url, body, headers)  # noqa: S310 (of the user)
     with build_opener(NoRedirect).open(request, timeout=_TIMEOUT):
         pass

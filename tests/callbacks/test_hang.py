@@ -1209,6 +1209,11 @@ def test_stacks_of_a_training_are_shown_at_once(
         (tmp_path / "summary.json").write_text(json.dumps(summary | {"process": {"host": "far"}}))
         assert exit_code("stacks", str(tmp_path)) == 1
         assert "runs on far" in capsys.readouterr().err
+        later = its | {"started": 1.0}
+        (tmp_path / "summary.json").write_text(json.dumps(summary | {"process": later}))
+        assert exit_code("stacks", str(tmp_path)) == 1
+        assert "is another one" in capsys.readouterr().err
+        assert exit_code("stacks", str(tmp_path / "no-run")) == 2
         go_on.touch()
         process.join()
         assert process.exitcode == 0

@@ -7,6 +7,7 @@ import json
 import pickle
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,6 +36,7 @@ class Hook(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/services/{SECRET}"
         self.got: list[tuple[str, Any]] = []
+        self.credentials: list[str | None] = []
         self.answer, self.released = 200, threading.Event()
         self.released.set()
 
@@ -44,6 +46,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.credentials.append(self.headers["Authorization"])
         self.server.got.append((self.headers["Content-Type"], json.loads(body)))
         self.server.released.wait(60)
         self.send_response(self.server.answer)
@@ -85,6 +88,20 @@ def test_an_event_is_posted_as_json(hook: Hook) -> None:
     for notifier in (first, pickle.loads(pickle.dumps(first)), copy.deepcopy(first)):
         send_all(notifier)
     assert hook.got == 3 * [("application/json", {"event": "hang", "run": "owl", "seconds": 312.0})]
+
+
+def test_a_user_in_the_url_is_sent_as_credentials(hook: Hook) -> None:
+    """Decoded, as curl does; a refusal names neither."""
+    url = hook.url.replace("://", "://me%40home:hunter%3A2@")
+    send_all(Notifier(url))
+    send_all(Notifier(hook.url))
+    assert hook.credentials == [f"Basic {b64encode(b'me@home:hunter:2').decode()}", None]
+    hook.answer = 401
+    with pytest.warns(PerfWarning) as caught:
+        send_all(Notifier(url))
+    (text,) = ours(caught)
+    assert "HTTPError 401" in text
+    assert not any(word in text for word in ("hunter", "me@", SECRET))
 
 
 def test_a_server_that_hangs_delays_nothing(hook: Hook, monkeypatch: pytest.MonkeyPatch) -> None:
