@@ -39,8 +39,8 @@ def runs(
 ) -> int:
     """Show all runs, those that waste the most device hours first.
 
-    A run wastes the share of its time that its verdicts explain, or that its goodput lacks; one
-    that is silent wastes all time since its last sign of life.
+    A run wastes the share of its device hours that its verdicts explain, or those that went into no
+    step that was kept; one that is silent wastes all time since its last sign of life.
 
     Args:
         place: An MLflow tracking address, or a folder with runs below it; by default

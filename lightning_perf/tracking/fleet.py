@@ -250,8 +250,8 @@ def in_mlflow(
 ) -> tuple[list[FleetRun], int]:
     """The most wasteful runs of a tracking server that began since a time, and how many it has.
 
-    All are ranked by their metrics, which come with the search; the summaries of those that are
-    returned say more. Raises as `ask` does.
+    All are ranked by their metrics and the tag of their attempts, which come with the search; the
+    summaries of those that are returned say more. Raises as `ask` does.
     """
 
     def question(client: MlflowClient) -> tuple[list[FleetRun], int]:
