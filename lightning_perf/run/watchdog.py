@@ -42,6 +42,7 @@ from lightning_perf.system.stacks import (
     threads_in,
     users_frame,
 )
+from lightning_perf.timing.totals import PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,15 +69,6 @@ _KEPT = 10
 _FLUSH, _SHORT = 30.0, 0.05
 #: Spans that may take long without a sign of life, besides checkpoints.
 _SLOW = ("iter", "first fetch", "Trainer.epoch_values", COUNTING)
-#: What a batch consists of after `START`, in this order.
-_PHASES = (
-    "dataloader_next",
-    "to_device",
-    "forward",
-    "backward",
-    "optimizer_step",
-    "step_lr_schedulers",
-)
 #: Seconds for the stacks of all child processes.
 _CHILDREN = 30.0
 #: The description of a frozen rank.
@@ -506,14 +498,17 @@ def _state_of(run: Run, frames: Sequence[Frame], pause: float, **known: Any) -> 
 
 
 def _position(clock: Clock) -> int:
-    """How far training has come since the end of its last batch, which is 0."""
+    """How far training has come since the end of its last batch: 0 until the next one begins.
+
+    `START` is 1, and the phases follow in their order.
+    """
     for action in (clock.running, *reversed(clock.enclosing)):
         if action.name == START:
             return 1
-        if action.category in _PHASES:
-            return 2 + _PHASES.index(action.category)
-        if action.name.endswith("_batch_start"):
-            return 3
+        if action.category in PHASES:
+            return 2 + PHASES.index(action.category)
+        if action.name.endswith("_batch_start"):  # called once the batch is on its device
+            return 2 + PHASES.index("to_device")
     return 0
 
 
@@ -594,8 +589,9 @@ def _abort(run: Run, until: Callable[[], bool]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    with suppress(Exception):  # as Python's own end does, which would also wait for others
+    with suppress(Exception):
+        own = children_of(os.getpid())  # a process that was forked knows those of its parent
         for child in active_children():
-            if child.daemon and child.pid in children_of(os.getpid()):  # data loader workers
+            if child.daemon and child.pid in own:  # as Python's own end does: data loader workers
                 child.kill()
     os._exit(ABORTED)

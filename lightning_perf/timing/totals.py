@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-#: Every second of a run belongs to one category, so they add up to the wall time.
-CATEGORIES = (
+#: The categories of which a training batch consists, in this order.
+PHASES = (
     "dataloader_next",
     "to_device",
     "forward",
     "backward",
     "optimizer_step",
     "step_lr_schedulers",
+)
+#: Every second of a run belongs to one category, so they add up to the wall time.
+CATEGORIES = (
+    *PHASES,
     "from_device",
     "reduce_metrics",
     "callbacks",
