@@ -141,16 +141,16 @@ def goodput(attempts: Sequence[Attempt]) -> dict[str, Any]:
     return found | _checkpoints(attempts, interruptions, losses["repeated_steps"] > _LEAST * whole)
 
 
-def held_and_kept(attempts: Sequence[Attempt], others: Sequence[Attempt]) -> tuple[float, float]:
+def held_and_kept(found: Mapping[str, Any], others: Sequence[Attempt]) -> tuple[float, float]:
     """Seconds of the processes of a run, and those of its steps that were kept.
 
     Steps of other runs that it repeats are not kept of its own.
 
     Args:
-        attempts: All of its job up to its latest one, in the order in which they began.
-        others: Those of them that are of other runs.
+        found: The `goodput` of its job up to its latest attempt.
+        others: The attempts before that one that are of other runs.
     """
-    held, kept = (goodput(attempts)[key] for key in ("held_seconds", "kept_seconds"))
+    held, kept = found["held_seconds"], found["kept_seconds"]
     if others:
         before = goodput(others)
         held, kept = held - before["held_seconds"], kept - before["kept_seconds"]

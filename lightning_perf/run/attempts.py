@@ -28,6 +28,7 @@ from lightning_perf.tracking.attempts import attempts_in, prune
 from lightning_perf.tracking.summary import ATTEMPTS, RUNNING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from lightning_perf.background import Worker
@@ -205,21 +206,20 @@ class AttemptLog:
             self._ended = own
         run.file_worker.submit(partial(self._write, run, own), "the attempt")
         found = goodput([*self._earlier, own])
-        self._note(run, own, found["share"])
+        self._note(run, own, found)
         return found
 
-    def _note(self, run: Trained, own: Attempt, share: float) -> None:
+    def _note(self, run: Trained, own: Attempt, found: Mapping[str, Any]) -> None:
         """Tell MLflow what the attempts of this run of MLflow took; a job may have several."""
         if run.reporting.tags is None or self._ended not in (None, own):
             return
-        attempts = [*self._earlier, own]
         others = [each for each in self._earlier if each.folder != own.folder]
-        held, kept = held_and_kept(attempts, others)
+        held, kept = held_and_kept(found, others)
         content = {
             "attempt": own.name, "seen": own.seen, "held_seconds": held, "kept_seconds": kept,
-            "goodput": share, "process": this_process(),
+            "goodput": found["share"], "process": this_process(),
         }  # fmt: skip
-        run.reporting.note_attempts(content, [each.name for each in attempts])
+        run.reporting.note_attempts(content, [each.name for each in (*self._earlier, own)])
 
     def _saving_seconds(self, run: Trained) -> tuple[float, float]:
         """Seconds of checkpoints in training and in validation, while something measures them."""
@@ -266,7 +266,7 @@ class AttemptLog:
             return
         began, own = perf_counter(), self._attempt(run, RUNNING)
         self._write(run, own)
-        self._note(run, own, goodput([*self._earlier, own])["share"])
+        self._note(run, own, goodput([*self._earlier, own]))
         # On a slow file system, the file takes at most 1 % of the time.
         pause = INTERVAL * max(1.0, 20 * (perf_counter() - began))
         run.file_worker.submit(partial(_beat, self, weakref.ref(run)), "the attempt", pause)

@@ -11,7 +11,7 @@ from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.core.goodput import held_and_kept
+from lightning_perf.core.goodput import goodput, held_and_kept
 from lightning_perf.errors import DAMAGE, did_you_mean
 from lightning_perf.system.host import lives
 from lightning_perf.timing.totals import CATEGORIES
@@ -146,9 +146,8 @@ def _of_summary(folder: Path, summary: Summary, seen: float, jobs: _Jobs) -> Fle
         ordered.pop()
     if ordered:  # summaries follow reports, and attempts a clock
         last = ordered[-1][1]
-        seconds, kept = held_and_kept(
-            [each for _, each in ordered], [each for its, each in ordered if its != folder]
-        )
+        others = [each for its, each in ordered if its != folder]
+        seconds, kept = held_and_kept(goodput([each for _, each in ordered]), others)
         if status == RUNNING and last.seen > seen:
             seen, patience = min(last.seen, _now()), SILENT
     if status == RUNNING and _is_gone(summary, seen):
@@ -204,12 +203,12 @@ def _with(run: FleetRun, summary: Summary, patience: float = DEAD) -> FleetRun:
         known["verdict"] = _verdict(first["code"], first.get("share", 0.0))
         known["culprit"] = _short(first.get("culprit") or "")
     with suppress(*DAMAGE):
-        goodput = summary["goodput"]
-        known["goodput"] = _share(goodput["share"] if run.goodput is None else run.goodput)
+        job = summary["goodput"]
+        known["goodput"] = _share(job["share"] if run.goodput is None else run.goodput)
         # Verdicts and goodput may explain the same seconds: the larger one counts.
         if run.lost_hours is None:  # without attempts
-            held = goodput.get("held_seconds")
-            kept = goodput["kept_seconds"] / held if held else goodput["share"]
+            held = job.get("held_seconds")
+            kept = job["kept_seconds"] / held if held else job["share"]
             known["lost_hours"] = run.device_hours * (1 - _share(kept))
     if hang := _hang(summary):
         lost = f"lost since {_clock(run.seen)}" if _now() - run.seen > patience else hang

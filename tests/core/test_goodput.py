@@ -64,10 +64,10 @@ def test_time_between_attempts_is_held_by_nobody() -> None:
     job = [first, second, third]
     found = goodput(job)
     assert (found["held_seconds"], found["seconds"]) == (270, 2100)
-    assert held_and_kept(job, []) == (270, found["kept_seconds"]) == (270, 80 + 90)
-    assert held_and_kept(job[:1], []) == (100, 90)
-    assert held_and_kept(job[:2], job[:1]) == (70, 60 - 30)
-    assert held_and_kept(job, job[:2]) == (100, 90 - 40)
+    assert held_and_kept(goodput(job), []) == (270, found["kept_seconds"]) == (270, 80 + 90)
+    assert held_and_kept(goodput(job[:1]), []) == (100, 90)
+    assert held_and_kept(goodput(job[:2]), job[:1]) == (70, 60 - 30)
+    assert held_and_kept(goodput(job), job[:2]) == (100, 90 - 40)
 
 
 def test_a_checkpoint_later_than_the_last_sign_of_life_was_kept() -> None:
