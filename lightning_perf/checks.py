@@ -35,6 +35,7 @@ _UNITS: list[tuple[str, str, int | Fraction]] = [
     ("m min minute", "sec", 60),
     ("h hr hour", "sec", 3600),
     ("d day", "sec", 86400),
+    ("w wk week", "sec", 604_800),
 ]
 _WORDS = {word: (unit, factor) for words, unit, factor in _UNITS for word in words.split()}
 #: Words for one unit, as in "every epoch".

@@ -46,7 +46,7 @@ def runs(
         place: An MLflow tracking address, or a folder with runs below it; by default
             MLFLOW_TRACKING_URI, ./mlflow.db, or the current folder.
         experiment (NAME): Only runs of this experiment of MLflow, by its name or id.
-        since (TIME): Only runs that began within this time, such as 7d or 12h; in a folder, those
+        since (TIME): Only runs that began within this time, such as 2w or 12h; in a folder, those
             that were active in it.
         limit (N): How many runs to show; 20 by default. Summaries are read of these alone.
         html (FILE): Write a page with them to this file.
@@ -92,7 +92,7 @@ def _start(since: str | None) -> float:
         return 0.0
     number, unit = amount(since.strip())
     if unit != "sec":
-        raise Failure(f"--since {since} is not a time, such as 7d or 12h")
+        raise Failure(f"--since {since} is not a time, such as 2w, 7d or 12h")
     return max(time.time() - float(number), 0.0)  # noqa: TID251 (as MLflow has it)
 
 

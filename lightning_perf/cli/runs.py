@@ -22,6 +22,7 @@ from lightning_perf.core.cost import priced
 from lightning_perf.errors import ConfigError, without_credentials
 from lightning_perf.files import walked, write_text
 from lightning_perf.schedule.triggers import PROC, USUAL, records_on, signal_number
+from lightning_perf.system.process import is_alive, lives
 from lightning_perf.terminal import new_console, say
 from lightning_perf.tracking.summary import (
     RATES,
@@ -180,7 +181,6 @@ def stacks(run: str, *, json: bool = False) -> int:
             its folder, or its id or name in MLflow.
         json: Print JSON.
     """
-    from lightning_perf.system.host import lives
     from lightning_perf.system.stacks import dump_of
 
     process = _process_of(run)
@@ -299,8 +299,6 @@ def _looks(run: str | None, tracking_uri: str | None) -> Iterator[Seen | None]:
 
 def _file_of(pid: int) -> Path | None:
     """The summary of the latest run of a process and its children; None before the first report."""
-    from lightning_perf.system.host import lives
-
     files: list[tuple[bool, float, Path]] = []
     for process in [pid, *descendants(pid)]:
         for folder in _folders_of(process):
@@ -333,15 +331,9 @@ def _folders_of(pid: int) -> Iterator[Path]:
 
 def _has_ended(pid: int | None, seen: Seen | None) -> bool:
     """Whether the process that the user has named has ended, else that of a summary, if here."""
-    from lightning_perf.system.host import lives
-
-    since, start = _now(), None
-    if pid is None:
-        process = {} if seen is None else seen.summary.get("process", {})
-        if seen is None or process.get("host") != platform.node():
-            return False
-        pid, since, start = process.get("pid"), seen.updated, process.get("started")
-    return not lives(pid, since, start)
+    if pid is not None:
+        return not lives(pid, _now())
+    return seen is not None and is_alive(seen.summary.get("process", {}), seen.updated) is False
 
 
 def _now() -> float:

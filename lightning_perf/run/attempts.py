@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 import time
 import weakref
@@ -22,7 +21,7 @@ from lightning_perf.errors import printable
 from lightning_perf.files import written_whole
 from lightning_perf.run import compat
 from lightning_perf.run.destination import named_run
-from lightning_perf.system.process import started, this_process
+from lightning_perf.system.process import is_alive, started, this_process
 from lightning_perf.traces.names import safe
 from lightning_perf.tracking.attempts import attempts_in, prune
 from lightning_perf.tracking.summary import ATTEMPTS, RUNNING
@@ -323,9 +322,7 @@ def _beat(log: AttemptLog, reference: weakref.ref[Trained]) -> None:
 
 def _lives(attempt: Attempt) -> bool:
     """Whether the process of an attempt is another one of this machine, and still trains."""
-    elsewhere = attempt.pid == os.getpid() or attempt.host != platform.node()
-    if attempt.status != RUNNING or elsewhere:
+    if attempt.status != RUNNING or attempt.pid == os.getpid():
         return False
-    from lightning_perf.system.host import lives
-
-    return lives(int(attempt.pid), attempt.seen, attempt.started or None)
+    process = {"host": attempt.host, "pid": int(attempt.pid), "started": attempt.started or None}
+    return bool(is_alive(process, attempt.seen))

@@ -30,7 +30,7 @@ from lightning_perf.run import compat, destination
 from lightning_perf.run.compat import rank_zero_info
 from lightning_perf.run.run import LONG, Run
 from lightning_perf.run.window_log import table
-from lightning_perf.system.process import this_process
+from lightning_perf.system.process import is_alive, this_process
 from lightning_perf.terminal import new_console, unread
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.traces.names import numbered
@@ -377,12 +377,9 @@ def _file(context: Run, folder: Path) -> tuple[Path, Summary | None]:
 def _is_held(path: Path, summary: Summary) -> bool:
     """Whether another process of this machine still writes a summary."""
     process = summary.get("process", {})
-    elsewhere = process.get("host") != platform.node() or process.get("pid") == os.getpid()
-    if summary["status"] != RUNNING or elsewhere:
+    if summary["status"] != RUNNING or process.get("pid") == os.getpid():
         return False
-    from lightning_perf.system.host import lives  # psutil takes milliseconds to import
-
-    return lives(process.get("pid"), path.stat().st_mtime, process.get("started"))
+    return bool(is_alive(process, path.stat().st_mtime))
 
 
 def log_folder(context: Run) -> None:

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 import psutil
 
 from lightning_perf.cgroup import Cgroup
-from lightning_perf.system.process import started
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Set
@@ -271,18 +270,3 @@ def physical(disk: str, blocks: Path = Path("/sys/block")) -> bool:
     """
     # A "!" replaces the slash in names such as cciss/c0d0.
     return not blocks.exists() or (blocks / disk.replace("/", "!") / "device").exists()
-
-
-def lives(pid: int | None, since: float, start: float | None = None) -> bool:
-    """Whether a process is alive, and was started before a point in time.
-
-    ``start`` is what `started` returned for it, if that is known: its id may be that of a later
-    process, or of another one outside of its container.
-    """
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE or process.create_time() > since:
-            return False
-        return start is None or started(process.pid) == start
-    except (psutil.Error, OSError, TypeError, ValueError, OverflowError):  # no such id
-        return False

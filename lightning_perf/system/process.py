@@ -7,9 +7,12 @@ import platform
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_perf.files import read_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def started(pid: int) -> float:
@@ -24,6 +27,33 @@ def started(pid: int) -> float:
     import psutil  # takes milliseconds
 
     return float(psutil.Process(pid).create_time())
+
+
+def lives(pid: int | None, since: float, start: float | None = None) -> bool:
+    """Whether a process is alive, and was started before a point in time.
+
+    ``start`` is what `started` returned for it, if that is known: its id may be that of a later
+    process, or of another one outside of its container.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE or process.create_time() > since:
+            return False
+        return start is None or started(process.pid) == start
+    except (psutil.Error, OSError, TypeError, ValueError, OverflowError):  # no such id
+        return False
+
+
+def is_alive(process: Mapping[str, Any], since: float) -> bool | None:
+    """Whether a process, as `this_process` returns it, is alive; None on another machine.
+
+    ``since`` is when it was last seen, in seconds since the epoch.
+    """
+    if process.get("host") != platform.node():
+        return None
+    return lives(process.get("pid"), since, process.get("started"))
 
 
 def this_process() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import time
 from contextlib import suppress
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_perf.core.goodput import goodput, held_and_kept
 from lightning_perf.errors import DAMAGE, did_you_mean
-from lightning_perf.system.host import lives
+from lightning_perf.system.process import is_alive
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.tracking.attempts import attempts_in
 from lightning_perf.tracking.mlflow import SUMMARY_TAG, job_of
@@ -150,19 +149,12 @@ def _of_summary(folder: Path, summary: Summary, seen: float, jobs: _Jobs) -> Fle
         seconds, kept = held_and_kept(goodput([each for _, each in ordered]), others)
         if status == RUNNING and last.seen > seen:
             seen, patience = min(last.seen, _now()), SILENT
-    if status == RUNNING and _is_gone(summary, seen):
+    if status == RUNNING and is_alive(summary.get("process", {}), seen) is False:
         status = "killed"
     elif status.startswith("stopped"):
         status = "failed"
     times = _times(status, seconds, kept, seen, _devices(summary.get("setup", {})))
     return _with(FleetRun(_short(summary["run"]), str(folder), **times), summary, patience)
-
-
-def _is_gone(known: Mapping[str, Any], seen: float) -> bool:
-    """Whether a process, as a summary or a tag has it, was on this machine and has ended."""
-    process = known.get("process", {})
-    here = process.get("host") == platform.node()
-    return here and not lives(process.get("pid"), seen, process.get("started"))
 
 
 def _hang(summary: Summary) -> str:
@@ -282,7 +274,7 @@ def _of_mlflow(run: Any) -> FleetRun:
     if status == RUNNING:
         points = (each.timestamp / 1000 for each in run.to_proto().data.metrics)
         seen = max([began, job.get("seen", 0.0), *points])
-        status = "killed" if _is_gone(job, seen) else status
+        status = "killed" if is_alive(job.get("process", {}), seen) is False else status
     seconds = job.get("held_seconds", seen - began)
     rates = [metrics[key] for key in (RATES["mfu"][3], "throughput/device/mfu") if key in metrics]
     verdicts = ((_VERDICT.fullmatch(key), value) for key, value in metrics.items())
@@ -310,10 +302,11 @@ def _refined(client: MlflowClient, found: FleetRun) -> FleetRun:
     if path and is_trusted(client, found.source):
         with suppress(Exception):  # its files may be gone, and MLflow raises many kinds of errors
             summary = downloaded(client, found.source, path)
+            process = summary.get("process", {})
             if job := job_of(found.source.data.tags):
-                if job["process"] != summary.get("process"):  # that of an earlier attempt
+                if job["process"] != process:  # that of an earlier attempt
                     summary = {**summary, "hangs": []}
-            elif summary["status"] == RUNNING and _is_gone(summary, found.seen):
+            elif summary["status"] == RUNNING and is_alive(process, found.seen) is False:
                 found = replace(found, state="killed", silent_hours=0.0)
             return _with(found, summary)
     return found

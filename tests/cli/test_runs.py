@@ -217,7 +217,7 @@ def test_runs_are_selected(client: MlflowClient, experiment: str, capsys: Any) -
     ("options", "message"),
     [
         (("--experiment", "visio"), "there is no experiment visio. Did you mean vision?"),
-        (("--since", "soon"), "--since soon is not a time, such as 7d or 12h."),
+        (("--since", "soon"), "--since soon is not a time, such as 2w, 7d or 12h."),
         (("--limit", "0"), "--limit 0 is below 1."),
         (("--experiment", "vision", "--since", "1h"), "there is no run of lightning_perf"),
         (("nowhere",), "nowhere is neither a folder nor an address of MLflow."),

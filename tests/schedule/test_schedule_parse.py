@@ -44,6 +44,7 @@ from lightning_perf.schedule import (
         ("100 iterations", Every("100ba")),
         ("every 1.5 hours", Every("5400sec")),
         ("2 days", Every("172800sec")),
+        ("2 weeks", Every("1209600sec")),
         ("at 100 steps for 30 secs", At("100step", lasting="30sec")),
         ("first 5 samples", At("0sp", lasting="5sp")),
         ("first epoch", At("0ep", lasting="1ep")),
