@@ -101,7 +101,7 @@ def _where(place: str | None) -> Path | str:
     from lightning_perf.tracking import runs
 
     if place is None:
-        if runs.address() or Path("mlflow.db").exists():
+        if runs.address() or Path("mlflow.db").is_file():
             return runs.default_tracking_uri()
         return Path()
     if Path(place).is_dir():
