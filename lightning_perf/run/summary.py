@@ -72,7 +72,7 @@ _ALONE = "validate_alone"
 _MOST_FILES = 1000
 #: Seconds between updates of a run's summary, and the most of the time that these may take.
 REFRESH, MOST_TIME = 2.0, 0.01
-#: Summaries of a trainer's earlier functions, where their files are not on this machine.
+#: The summary of each Trainer's earlier functions, as it was before the current one.
 _EARLIER: WeakKeyDictionary[Trainer, Summary] = WeakKeyDictionary()
 #: The file of the last run of each Trainer of this process.
 _FILES: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
@@ -254,12 +254,18 @@ class RunSummary:
         earlier = self._earlier or _EARLIER.get(context.trainer)
         if earlier is None or earlier["run"] != content["run"]:
             return False
+        first = _EARLIER.get(context.trainer)
+        if first is None or first["run"] != content["run"]:
+            first = _EARLIER[context.trainer] = earlier
         kept: dict[str, Any] = {}
         if "train" in earlier["stages"] and context.trainer.state.fn != "fit":
             kept = dict(earlier)
-            if content["status"] == RUNNING:
-                kept.pop("ended", None)
-                kept["status"] = RUNNING
+            # An update of this function has replaced how the fit ended.
+            known = earlier if earlier["status"] != RUNNING else first
+            if content["status"] == RUNNING or known["status"] == RUNNING:
+                known = content
+            kept.pop("ended", None)
+            kept |= {key: known[key] for key in ("status", "ended") if key in known}
         both = earlier["stages"], content["stages"]
         fitted = any("train" in stages for stages in both)
         # The validation of a fit is that within it; a function of its own does not replace it.

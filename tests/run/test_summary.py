@@ -17,7 +17,7 @@ from unittest.mock import patch
 import lightning as L
 import pytest
 import torch
-from helpers.command import call
+from helpers.command import call, until
 from helpers.cuda_trace import cuda_trace
 from helpers.faults import ForkServer
 from helpers.small import (
@@ -49,6 +49,7 @@ from lightning_perf import (
 from lightning_perf.core.progress import Timestamp
 from lightning_perf.core.window import Columns
 from lightning_perf.flops.peaks import Peak, PeakResolver
+from lightning_perf.run import summary as run_summary
 from lightning_perf.run.window_log import MOST, Report, WindowLog, table
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
 from lightning_perf.traces.summary import summarize
@@ -502,6 +503,41 @@ def test_a_later_test_of_the_run_adds_its_stage(tmp_path: Path, mlflow_database:
     assert note(mlflow_database, logger).splitlines()[0] == described.splitlines()[0]
     local = MlflowClient(mlflow_database).download_artifacts(str(logger.run_id), "tested")
     assert list(read_summary(Path(local, "summary.json"))["stages"]) == ["train", "test"]
+
+
+class WaitsDuringTest(L.Callback):
+    """Waits in a test until the summary says that the run is running."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_test_batch_end(self, *args: Any) -> None:
+        if args[-2] == 8:
+            until(lambda: summary_of(self.root)["status"] == "running")
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("status", ["finished", "stopped by an exception"])
+def test_a_long_test_keeps_how_the_fit_ended(
+    status: str, same: bool, tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is running during the test, and afterwards has its fit's status and time again."""
+    monkeypatch.setattr(run_summary, "REFRESH", 0.0)
+    monkeypatch.setattr(run_summary, "MOST_TIME", float("inf"))
+    logger = MLFlowLogger("tested", run_name="tested", tracking_uri=mlflow_database)
+    waits = WaitsDuringTest(tmp_path)
+    fits = trainer(tmp_path, *callbacks(), waits, logger=logger, log_every_n_steps=2)
+    with nullcontext() if status == "finished" else pytest.raises(ValueError, match="mine"):
+        fits.fit(Small() if status == "finished" else Crashes())
+    trained = summary_of(tmp_path)
+    assert trained["status"] == status
+    if not same:
+        again = MLFlowLogger("tested", tracking_uri=mlflow_database, run_id=str(logger.run_id))
+        fits = trainer(tmp_path, *callbacks(), waits, logger=again, log_every_n_steps=2)
+    fits.test(Small(), verbose=False)
+    tested = summary_of(tmp_path)
+    assert "test" in tested["stages"]
+    assert (tested["status"], tested["ended"]) == (status, trained["ended"])
 
 
 def test_validation_of_its_own_does_not_replace_that_of_the_fit(tmp_path: Path) -> None:
