@@ -74,8 +74,8 @@ _MOST_FILES = 1000
 REFRESH, MOST_TIME = 2.0, 0.01
 #: The summary of each Trainer's earlier functions, as it was before the current one.
 _EARLIER: WeakKeyDictionary[Trainer, Summary] = WeakKeyDictionary()
-#: The file of the last run of each Trainer of this process.
-_FILES: WeakKeyDictionary[Trainer, Path] = WeakKeyDictionary()
+#: The file of the last run of each Trainer of this process, and that run.
+_FILES: WeakKeyDictionary[Trainer, tuple[Path, weakref.ref[Run]]] = WeakKeyDictionary()
 #: The training thread and the one that makes files do not take two names for one run.
 _CLAIMING = RLock()
 
@@ -230,7 +230,7 @@ class RunSummary:
                             "a number too."
                         )
                     break
-            _FILES[context.trainer] = self.path
+            _FILES[context.trainer] = self.path, weakref.ref(context)
 
     def _page(self) -> str:
         """The page of the run, or an empty text; one of that name that is not ours stays."""
@@ -357,16 +357,20 @@ def _shown(path: Path, root: Path) -> str:
 def _file(context: Run, folder: Path) -> tuple[Path, Summary | None]:
     """The file for the summary of a run, and what it holds.
 
-    It is that of the Trainer's last run, or the latest one of this name that the run continues: of
-    the same job, a resumed fit, a test of a trained checkpoint, or the same run of MLflow. A file
-    of another live process, or one that is not a summary of the run, such as the user's, is never
-    ours.
+    It is that of the Trainer's last run, unless a fit follows a finished one; or the latest one of
+    this name that the run continues: of the same job, a resumed fit, a test of a trained
+    checkpoint, or the same run of MLflow. A file of another live process, or one that is not a
+    summary of the run, such as the user's, is never ours.
     """
     trainer, found = context.trainer, dict(summaries_in(folder, context.run_name))
-    if (own := _FILES.get(trainer)) in found:
-        return own, found[own]
     in_mlflow = context.reporting.tags is not None  # then the folder is of one run id
     resumes = trainer.state.fn != "fit" or compat.resumes(trainer) or in_mlflow
+    own, run = _FILES.get(trainer, (None, None))
+    if own is not None and own in found:
+        summary = found[own]
+        fitted = summary["status"] == FINISHED and "train" in summary["stages"]
+        if resumes or not fitted or (run is not None and run() is context):
+            return own, summary
     own_job = "" if in_mlflow else context.attempt.job
     for path, summary in reversed(found.items()):
         if own_job and (job := summary.get("goodput", {}).get("job")):

@@ -17,7 +17,7 @@ from lightning.pytorch.tuner import Tuner
 
 from lightning_perf import SpeedMonitor, always_on
 from lightning_perf.extend import Profiler
-from lightning_perf.tracking.summary import read_summary
+from lightning_perf.tracking.summary import summaries_in
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +62,8 @@ def new(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
 
 
 def check(folder: Path, counted: Counts, samples: int = 4) -> None:
-    """The summary has as many batches of each stage as the module counted."""
-    stages = read_summary(folder / "records-version_0" / "summary.json")["stages"]
+    """The latest summary has as many batches of each stage as the module counted."""
+    stages = summaries_in(folder / "records-version_0")[-1][1]["stages"]
     whole = {stage: windows["whole_run"] for stage, windows in stages.items()}
     batches = {stage: window["batches"] for stage, window in whole.items()}
     assert {**batches, **counted} == batches

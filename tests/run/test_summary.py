@@ -211,7 +211,7 @@ def test_all_ranks_are_in_the_summary(tmp_path: Path) -> None:
 
 
 def test_a_test_after_fit_adds_its_stage(tmp_path: Path) -> None:
-    """A test after fit is added to the one file, and a second fit replaces the first."""
+    """A test after fit is added to the one file; a second fit has another one."""
     run = trainer(tmp_path, *callbacks(), logger=CSVLogger(tmp_path))
     model = Small()
     run.fit(model)
@@ -220,6 +220,17 @@ def test_a_test_after_fit_adds_its_stage(tmp_path: Path) -> None:
     assert set(found["stages"]) == {"train", "test"}
     assert found["stages"]["test"]["whole_run"]["batches"] == 16
     assert found["culprits"]
+    assert run.fit_loop.max_epochs is not None
+    run.fit_loop.max_epochs *= 2
+    run.fit(model)
+    run.test(model, verbose=False)
+    assert summary_of(tmp_path) == found
+    (path,) = tmp_path.rglob("summary-2.json")
+    again = read_summary(path)
+    assert set(again["stages"]) == {"train", "test"}
+    whole = again["stages"]["train"]["whole_run"]
+    assert (whole["first"], whole["last"], whole["batches"]) == (16, 31, 16)
+    assert Path(again["report"]).name == "report-2.html"
 
 
 def test_steps_continue_after_a_resume(tmp_path: Path) -> None:
@@ -858,22 +869,25 @@ def test_names_in_a_description_are_no_markup() -> None:
 
 
 def test_a_run_has_one_page_and_leaves_the_user_s_alone(tmp_path: Path) -> None:
-    """Predictions and another fit renew the page; one that the user wrote stays."""
+    """Predictions renew the page, another fit has its own; one that the user wrote stays."""
     (user := tmp_path / "records-version_0").mkdir(parents=True)
     (user / "report.html").write_text("the user's")
     run = trainer(tmp_path, Timings(), logger=Records())
     model = Small()
-    for fit in (1, 2):
+    expected = {"report.html"}
+    for fit, summary in ((1, "summary.json"), (2, "summary-2.json")):
         run.fit_loop.max_epochs = fit
         run.fit(model)
         for _ in range(3):
             run.predict(model)
-        files = sorted(path.name for path in user.glob("*.*") if not path.name.startswith("."))
-        assert files == ["report-2.html", "report.html", "summary.json"]
-        page = (user / "report-2.html").read_text()
+        own = f"report-{fit + 1}.html"
+        expected |= {summary, own}
+        files = {path.name for path in user.glob("*.*") if not path.name.startswith(".")}
+        assert files == expected
+        page = (user / own).read_text()
         assert "Where the time of a batch went, predict" in page
         assert f"steps {16 * (fit - 1)} to {16 * fit - 1}" in page
+        found = read_summary(user / summary)
+        assert found["report"] == f"records-version_0/{own}"
+        assert report_page(found) == page
     assert (user / "report.html").read_text() == "the user's"
-    found = summary_of(tmp_path)
-    assert found["report"] == "records-version_0/report-2.html"
-    assert report_page(found) == page
