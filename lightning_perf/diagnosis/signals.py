@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, isfinite
+from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,6 +31,8 @@ RUNNING = Action(QUEUE, "", "running")
 COMPUTE = ("forward", "backward", "optimizer_step")
 #: Categories of the time of batches. Nested validation is between them.
 IN_BATCHES = tuple(name for name in CATEGORIES if name != "validation")
+#: Categories in which long batches have rules of their own.
+NAMED = ("callbacks", "logging", "checkpoint")
 #: Windows, as calls, in which one of our own profilers recorded.
 RECORDING = Action("recorder", "", "recording")
 #: The squares of the seconds of collections, as seconds.
@@ -153,6 +155,8 @@ class Signals:
     #: Model FLOPs utilization; None if unknown.
     mfu: float | None = None
     setup: Setup = Setup()
+    #: Seconds of each of ``CATEGORIES`` in the same batches as ``steps``; no rows if unknown.
+    phases: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, len(CATEGORIES))))
 
     # -- windows ------------------------------------------------------------------------------
 
@@ -435,24 +439,58 @@ class Signals:
         return steps
 
     @cached_property
-    def stalls(self) -> tuple[stats.Stalls, Numbers]:
+    def after_loading(self) -> Numbers:
+        """The same without waiting for data, which has rules of its own, where that is known."""
+        if not len(self.phases) or self.setup.device != "cpu":
+            return self.within_epochs
+        waits = self.phases[:, CATEGORIES.index("dataloader_next")]
+        return np.maximum(self.within_epochs - waits, 0.0)
+
+    @cached_property
+    def stalls(self) -> tuple[stats.Stalls, dict[str, Numbers]]:
         """Batches that took far longer than others; and their excess that no rare event explains.
 
-        The second value is in seconds per window. Rare events have names: checkpoints, callbacks
-        and loggers that work occasionally, steps of the optimizer after accumulated batches,
-        collections, compilations and starts of epochs. Batches with more FLOPs are left out.
+        The second value is in seconds per window, by category; empty keys if they are unknown. Rare
+        events have names: checkpoints, callbacks and loggers that work occasionally, steps of the
+        optimizer after accumulated batches, collections, compilations and starts of epochs. Batches
+        with more FLOPs are left out, and those that are long in categories with rules of their own.
         """
         steps = self.within_epochs
         if np.isfinite(steps).any() and np.isfinite(self.flops).any() and self.flops.any():
             longer = steps / np.nanmedian(steps)
             more = self.flops / max(float(np.nanmedian(self.flops)), 1.0)
             steps = np.where((longer > 1) & (more >= least_work(longer)), np.nan, steps)
-        stalls, ends = stats.stalls(steps), np.cumsum(self.counts)
-        window = np.searchsorted(ends, stalls.positions + self.dropped, side="right")
-        window = window.clip(0, max(len(ends) - 1, 0))
-        excess = np.bincount(window, weights=stalls.excess, minlength=len(ends)).astype(float)
-        excess -= self._rare(len(stalls.positions))
-        return stalls, np.maximum(excess, 0.0)
+        stalls = stats.stalls(steps)
+        parts = self._excess(stalls.positions)
+        named = sum(parts[name] for name in NAMED) if parts else np.zeros(len(stalls.positions))
+        if (others := named > 0.5 * stalls.excess).any():
+            steps = steps.copy()
+            steps[stalls.positions[others]] = np.nan
+            stalls = stats.stalls(steps)
+            parts = self._excess(stalls.positions)
+        if sum(map(np.sum, parts.values())) < 0.5 * stalls.excess.sum():
+            parts = {"": stalls.excess}
+        else:
+            parts = {name: part for name, part in parts.items() if name not in NAMED}
+        windows, rare = self.windows_of(stalls.positions), self._rare(len(stalls.positions))
+        size = len(self.windows)
+        sums = {n: np.bincount(windows, part, size).astype(float) for n, part in parts.items()}
+        if "" in sums:
+            rare = {"": sum(rare.values(), self.nothing)}
+        return stalls, {n: np.maximum(s - rare.get(n, 0.0), 0.0) for n, s in sums.items()}
+
+    def _excess(self, positions: NDArray[np.intp]) -> dict[str, Numbers]:
+        """What some batches take beyond others, by category; empty if it is unknown."""
+        if not len(self.phases):
+            return {}
+        usual = np.median(np.delete(self.phases, positions, axis=0), axis=0)
+        longer = np.maximum(self.phases[positions] - usual, 0.0)
+        return {n: longer[:, at] for at, n in enumerate(CATEGORIES) if n in IN_BATCHES}
+
+    def windows_of(self, positions: NDArray[np.intp]) -> NDArray[np.intp]:
+        """The windows of batches at some positions in ``steps``."""
+        found = np.searchsorted(np.cumsum(self.counts), positions + self.dropped, side="right")
+        return found.clip(0, max(len(self.windows) - 1, 0))
 
     @cached_property
     def series(self) -> float | None:
@@ -464,15 +502,16 @@ class Signals:
         stalls, excess = self.stalls
         gaps, loader = np.diff(stalls.positions), self.setup.loader
         workers = 0 if loader is None else loader.num_workers
-        waited = np.minimum(self.waits, excess).sum() >= _WAITED * excess.sum()
+        total = sum(excess.values(), self.nothing)
+        waited = np.minimum(self.waits, total).sum() >= _WAITED * total.sum()
         together = gaps <= (max(workers, 1) if waited else 1)
         if not len(gaps) or np.mean(together) <= _IN_SERIES:
             return None
         # Each of the series has as many batches after its last stall as between two of them.
         return float(stalls.excess.sum() / (np.mean(gaps[together]) * len(stalls.positions)))
 
-    def _rare(self, stalls: int) -> Numbers:
-        """Seconds per window of named events that do not occur in each batch.
+    def _rare(self, stalls: int) -> dict[str, Numbers]:
+        """Seconds per window of named events that do not occur in each batch, by category.
 
         Steps of the optimizer are such events if each of them stalls.
         """
@@ -488,18 +527,4 @@ class Signals:
                 and series.calls.sum() < limits.get(row.category, most)
             )
         ]
-        return self.total([row for row in rare if row.stage != "validate"]).seconds
-
-    def phase_of(self, excess: Numbers) -> str | None:
-        """The category that explains some seconds of each window; None if none does."""
-        kept = slice(self.start, None)
-        wanted, counts = excess[kept], np.maximum(self.counts[kept], 1.0)
-        best: tuple[float, str | None] = inf, None
-        for name in IN_BATCHES:
-            seconds = self.category(name)[kept]
-            # Windows differ in it, or all of its time is the excess.
-            usual = np.quantile(seconds / counts, 0.1) if len(seconds) else 0.0
-            for base in (usual, 0.0):
-                distance = float(np.abs(seconds - base * counts - wanted).sum())
-                best = min(best, (distance, name))
-        return best[1] if best[0] <= 0.5 * wanted.sum() else None
+        return self.within([row for row in rare if row.stage != "validate"])

@@ -32,12 +32,15 @@ from lightning_perf.diagnosis.signals import (
 from lightning_perf.flops import is_compiled
 from lightning_perf.flops.batch import MOST_OBJECTS, PLAIN, attributes, container, shape_of
 from lightning_perf.run import compat
+from lightning_perf.run.batches import MOST_RECORDS
 from lightning_perf.timing.clock import run_queue
-from lightning_perf.timing.totals import Action, Cost, Totals
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
 from lightning_perf.tracking.page import SENSORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis import Findings
@@ -87,6 +90,10 @@ class Collector:
         # The fields of one `Step` after another: no objects that a garbage collection visits.
         self._steps = array("d")
         self._count = 0
+        # Seconds of each category in the same batches and those that the device has not completed,
+        # one row after another, and the number of all rows.
+        self._phases = array("f")
+        self._rows = 0
         self._first: float | None = None
         # torch's list of compilations, how many of them are counted, and their cost so far by
         # category of training.
@@ -97,6 +104,7 @@ class Collector:
         # Costs before the training.
         self._origin, self._closed = Totals({}), False
         self._clock = context.require_times().clock
+        self._clock.by_batch = deque()
         context.listen(self._add_steps)
 
     def enter(self, callback: Subscriber) -> bool:
@@ -152,6 +160,7 @@ class Collector:
     def costs(self) -> Mapping[Action, Cost]:
         """The costs of compilations, waits for a CPU, recordings and collections so far."""
         context = self._context
+        self._add_phases()
         self.add_compilations("validation" if context.nested else "forward")
         if context.stage == "train" and context.ranks.global_rank == 0:
             before = self._opened
@@ -192,6 +201,22 @@ class Collector:
         del self._steps[: -_MOST_STEPS * len(Step._fields)]
         self._count += len(records)
 
+    def _add_phases(self) -> None:
+        """Add what the clock has measured of batches that have ended."""
+        while tables := self._clock.by_batch:
+            table = tables.popleft()
+            self._phases.frombytes(table.astype(np.float32).tobytes())
+            self._rows += len(table)
+        del self._phases[: -(_MOST_STEPS + MOST_RECORDS) * len(CATEGORIES)]
+
+    def _phases_of(self, count: int) -> NDArray[np.float64]:
+        """Seconds of categories in the latest batches of which steps are known, one row each."""
+        self._add_phases()
+        rows = np.array(self._phases, float).reshape(-1, len(CATEGORIES))
+        begin = self._count - count - (self._rows - len(rows))
+        found = rows[max(begin, 0) : begin + count]
+        return found if len(found) == count else found[:0]
+
     def signals(self) -> Signals:
         """The signals collected so far; safe to use on another thread."""
         context = self._context
@@ -202,7 +227,7 @@ class Collector:
         return Signals(
             self._log.windows(), times, flops, np.flatnonzero(begins_epoch),
             self._count - len(steps), self._first, context.training_mfu(),
-            replace(self._setup, validation_loader=loader),
+            replace(self._setup, validation_loader=loader), self._phases_of(len(steps)),
         )  # fmt: skip
 
     def close(self, reason: str) -> dict[str, object]:

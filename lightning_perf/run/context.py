@@ -217,8 +217,10 @@ class RunContext(Run):
             steps, last, number = 0, False, counters.batches + 1
             if not stages.nested:
                 stages.step = self._loop.step + number
-        waiting = max(meter.began - counters.mark, 0.0)
-        seconds = counters.add(perf_counter(), samples, tokens, steps, last)
+        waiting, now = max(meter.began - counters.mark, 0.0), perf_counter()
+        if recorder is not None and train:
+            recorder.clock.log.extend((now, None, None))
+        seconds = counters.add(now, samples, tokens, steps, last)
         firsts = counters.batches == 1, counters.begins_epoch
         counting = meter.counting_seconds if meter.counted else None
         record = BatchRecord(

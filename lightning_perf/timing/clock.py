@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import gc
 import weakref
+from array import array
 from bisect import bisect
 from collections import deque
 from contextlib import suppress
 from functools import partial
+from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from threading import RLock, get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from typing_extensions import override
 
-from lightning_perf.timing.totals import Action, Cost
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+
+    from numpy.typing import NDArray
 
 #: Category and name of the time outside all spans.
 _LOOP = ("other", "loop")
@@ -30,12 +36,18 @@ _MOST_EVENTS = 4 * 65_536
 class Timer:
     """Total seconds and calls of one action."""
 
-    __slots__ = ("action", "calls", "seconds")
+    __slots__ = ("action", "calls", "number", "seconds")
 
-    def __init__(self, action: Action) -> None:
+    def __init__(self, action: Action, number: int) -> None:
         self.action = action
+        #: Another one for each timer of a clock; its remainder is the position of the category, in
+        #: the view of training.
+        self.number = number * len(CATEGORIES) + CATEGORIES.index(action.category_in("train"))
         self.seconds = 0.0
         self.calls = 0
+
+
+_number = attrgetter("number")
 
 
 class Span:
@@ -151,9 +163,15 @@ class Clock:
         #: The measured thread; None after the clock was stopped.
         self.thread: int | None = get_ident()
         #: Events that are not added up yet, three items each: the time, the span, and whether it
-        #: was entered or left; or the time, the timer that runs from then on, and None. Kept tuples
-        #: would make the garbage collector run more often.
+        #: was entered or left; or the time, the timer that runs from then on, and None; or the end
+        #: of a training batch, and None twice. Kept tuples would make the garbage collector run
+        #: more often.
         self.log: list[float | Span | Timer | bool | None] = []
+        #: Seconds of each of ``CATEGORIES`` in each training batch since the last reading: one row
+        #: per batch, those of some batches per table. Not kept if it is None.
+        self.by_batch: deque[NDArray[np.float64]] | None = None
+        # The same of the batch that has not ended.
+        self._unfinished = np.zeros(len(CATEGORIES))
         #: All spans, and the one around each training batch, if there is one.
         self.spans: list[Span] = []
         self.batch: Span | None = None
@@ -166,6 +184,7 @@ class Clock:
         #: The current stage.
         self.stage = ""
         self._timers: dict[Action, Timer] = {}
+        self._numbers = count()
         root = Span(self, _LOOP, "")
         # Spans with their timers and when they were entered; the first one is never left.
         self._open: list[tuple[Span, Timer, float]] = [(root, root.timer, 0.0)]
@@ -240,7 +259,7 @@ class Clock:
     def timer(self, category: str, name: str) -> Timer:
         """Return the timer of an action in the current stage; create it if needed."""
         action = Action(self.stage, category, name)
-        return self._timers.setdefault(action, Timer(action))
+        return self._timers.setdefault(action, Timer(action, next(self._numbers)))
 
     def begin(self, stage: str) -> None:
         """Switch to another stage."""
@@ -264,8 +283,9 @@ class Clock:
     def _update(self) -> None:
         now = perf_counter()
         if self.add_up():
-            self._running.seconds += now - self._mark
-            self._mark = now
+            seconds, self._mark = now - self._mark, now
+            self._running.seconds += seconds
+            self._unfinished[self._running.number % len(CATEGORIES)] += seconds
 
     def add_up(self, wait: bool = True) -> bool:
         """Process the log; return whether it was done.
@@ -291,39 +311,61 @@ class Clock:
         count = len(self.log)
         events: list[Any] = self.log[:count]
         del self.log[:count]
-        times, done = events[::3], 0
+        times = events[::3]
+        ran = self._process(events, times)
         for began, seconds in collections:
-            before = bisect(times, began, done)
-            self._process(events[3 * done : 3 * before])
-            done = before
-            action = self._running.action
+            before = bisect(times, began)
+            action = (ran[before] if before < len(ran) else self._running).action
             key = Action("gc", action.category_in("train"), action.name)
             earlier, calls = self._collections.get(key, (0.0, 0))
             self._collections[key] = Cost(earlier + seconds, calls + 1)
             self.squares += seconds**2
-        self._process(events[3 * done :])
 
-    def _process(self, events: list[Any]) -> None:
+    def _process(self, events: list[Any], times: list[float]) -> list[Timer]:
+        """Add events to the timers; returns the timer that ran before each."""
+        ran: list[Timer] = []
         if not events:
-            return  # the measured thread may be in `begin`, which does not wait for others
-        running, mark, opened, batch = self._running, self._mark, self._open, self.batch
+            return ran  # the measured thread may be in `begin`, which does not wait for others
+        running, opened, batch = self._running, self._open, self.batch
         items: Any = iter(events)
+        ends, add = list[int](), ran.append
         for now, what, entered in zip(items, items, items, strict=True):
-            running.seconds += now - mark
-            mark = now
+            add(running)
             if entered:
                 running = what.timer
                 running.calls += 1
                 opened.append((what, running, now))
-            elif entered is None:
-                running = what
-            else:
+            elif entered is not None:
                 if opened[-1][0] is what or self._unwind(what):
                     if what is batch:
                         self._batches += now - opened[-1][2]
                     del opened[-1]
                 running = opened[-1][1]
-        self._running, self._mark = running, mark
+            elif what is not None:
+                running = what
+            else:
+                ends.append(len(ran))
+        seconds = np.diff(array("d", [self._mark, *times]))
+        self._running, self._mark = running, times[-1]
+        numbers = np.fromiter(map(_number, ran), np.intp, len(ran))
+        sums = np.bincount(numbers, seconds).tolist()
+        for timer in {*ran}:
+            timer.seconds += sums[timer.number]
+        if self.by_batch is not None:
+            self._divide(numbers % len(CATEGORIES), seconds, ends)
+        return ran
+
+    def _divide(
+        self, positions: NDArray[np.intp], seconds: NDArray[np.float64], ends: list[int]
+    ) -> None:
+        """Divide seconds in categories between batches, each up to one of the ends."""
+        rows, size = np.searchsorted(ends, np.arange(len(seconds)), side="right"), len(CATEGORIES)
+        cells = np.bincount(rows * size + positions, seconds, (len(ends) + 1) * size)
+        table = cells.reshape(-1, size).astype(float, copy=False)
+        table[0] += self._unfinished
+        self._unfinished = table[-1]
+        if ends and self.by_batch is not None:
+            self.by_batch.append(table[:-1])
 
     def _unwind(self, span: Span) -> bool:
         """Close the spans inside a span that an exception left open; False if it is not open."""

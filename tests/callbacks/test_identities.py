@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from helpers.clocks import FakeClock
@@ -217,7 +218,12 @@ def train(folder: Path, plan: dict[str, Any]) -> None:  # noqa: C901
     if not failing:
         agree("samples and batches", samples, count * 4)
         agree("batches", progress.stages["train"].batch, model.steps)
-        assert len(signals.steps) == len(slow.ends) == model.steps
+        assert len(signals.steps) == len(slow.ends) == len(signals.phases) == model.steps
+        parts = np.delete(signals.phases, CATEGORIES.index("validation"), axis=1).sum(axis=1)
+        for step, part in zip(signals.steps, parts, strict=True):
+            if isnan(step):  # the first one, and those that counting slowed down
+                continue
+            agree("steps and their categories", float(part), float(step))
         if count:
             assert count == model.steps - 1
             agree("batches and their ends", slow.ends[-1] - slow.ends[0], seconds)

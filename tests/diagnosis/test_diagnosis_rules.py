@@ -508,6 +508,64 @@ def test_advice_on_stalls_depends_on_their_period(stalled: Sequence[int], advice
     assert ("this interval" in found.advice) == isinstance(stalled, range)
 
 
+@pytest.mark.parametrize("phase", ["forward", "dataloader_next", "optimizer_step"])
+@pytest.mark.parametrize("steady", ["callbacks", "dataloader_next", "logging", "other"])
+@pytest.mark.parametrize("length", [5, 10])
+def test_stalls_are_found_beside_a_steady_cost(phase: str, steady: str, length: int) -> None:
+    """Both have their own seconds, also if each window has as many stalls as the others."""
+    stalled = range(4, STEPS, length)
+    name = {"dataloader_next": FETCHES.name}.get(steady, "Plots.on_train_batch_end")
+    each = {**FINE, "dataloader_next": 0.0, steady: FINE.get(steady, 0.0) + 0.05}
+    per_batch = {**each, phase: each[phase] + 0.3 / length}
+    phases = np.tile([each.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases[stalled, CATEGORIES.index(phase)] += 0.3
+    row = Action("train", steady, name)
+    seconds = 0.5 + (3.0 / length if steady == phase else 0.0)
+    signals = signals_of(
+        per_batch, named={row: every(seconds)}, steps=phases.sum(axis=1), phases=phases
+    )
+    found = {verdict.code: verdict for verdict in diagnose(signals).verdicts}
+    step = sum(per_batch.values())
+    stall = found.pop("periodic-stall")
+    assert (stall.phase, stall.share) == (phase, pytest.approx(0.3 / length / step, rel=0.05))
+    (other,) = (verdict for verdict in found.values() if verdict.severity == "critical")
+    assert other.share == pytest.approx(0.05 / step, rel=0.05)
+
+
+def test_a_callback_that_works_at_times_is_no_stall_beside_another_one() -> None:
+    """Each callback has its seconds, which are not those of forward as well."""
+    at = range(0, STEPS, 5)
+    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases[:, CATEGORIES.index("callbacks")] = 0.01
+    phases[at, CATEGORIES.index("callbacks")] += 0.1
+    other = Action("train", "callbacks", "Other.on_train_batch_end")
+    signals = signals_of(
+        {**FINE, "callbacks": 0.03}, named={PLOTS: every(0.2), other: every(0.1)},
+        steps=phases.sum(axis=1), phases=phases,
+    )  # fmt: skip
+    found = {verdict.culprit: verdict.share for verdict in diagnose(signals).verdicts}
+    assert found == {
+        PLOTS.name: pytest.approx(0.02 / 0.08), other.name: pytest.approx(0.01 / 0.08),
+    }  # fmt: skip
+
+
+def test_slow_loading_is_no_part_of_a_slowdown() -> None:
+    """A stretch of slow batches and one that waits for data: each verdict has its own."""
+    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases[20:50, CATEGORIES.index("dataloader_next")] = 0.05
+    phases[70:100, CATEGORIES.index("forward")] += 0.05
+    windows = phases.reshape(WINDOWS, BATCHES, -1).mean(axis=1)
+    per_batch = {name: windows[:, at].tolist() for at, name in enumerate(CATEGORIES)}
+    waits = [(BATCHES * each, BATCHES) for each in per_batch["dataloader_next"]]
+    signals = signals_of(per_batch, named={FETCHES: waits}, steps=phases.sum(axis=1), phases=phases)
+    found = {verdict.code: verdict for verdict in diagnose(signals).verdicts}
+    part = 30 * 0.05 / phases.sum()
+    assert found["input-bound"].share == pytest.approx(part)
+    assert found["slowdown"].share == pytest.approx(part)
+    assert "In batches 70 to 99," in found["slowdown"].advice
+    assert found["slowdown"].phase == "forward"
+
+
 TRAPS = {
     "nothing": signals_of(FINE),
     "a loader hidden by prefetch": signals_of({**FINE, "dataloader_next": 1e-4}),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from helpers.windows import ranks_window, window_of
 from lightning_perf.core.progress import Timestamp
@@ -71,7 +72,23 @@ def signals_of(
     given |= options
     if (steps := np.array(given["steps"], dtype=float)).size and not given.get("dropped"):
         steps[0] = np.nan  # the first batch of a run
+    if len(steps) == windows * BATCHES:
+        given.setdefault("phases", _phases(np.stack([*seconds.values()]), steps))
     return Signals(windows=found, **given | {"steps": steps})
+
+
+def _phases(seconds: NDArray[np.float64], steps: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Seconds of batches by category, from those per batch of each category in each window.
+
+    Those beyond the least window's are in the longer batches of a window.
+    """
+    usual = seconds.min(axis=1, keepdims=True)
+    least = np.nanmin(steps) if np.isfinite(steps).any() else 0.0
+    each = np.nan_to_num(steps, nan=least).reshape(-1, BATCHES)
+    longer = each - each.min(axis=1, keepdims=True) + 1e-12
+    part = longer / longer.mean(axis=1, keepdims=True)
+    rows = usual[:, :, None] + (seconds - usual)[:, :, None] * part
+    return rows.reshape(len(seconds), -1).T
 
 
 def signals_of_ranks(

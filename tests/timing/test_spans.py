@@ -465,9 +465,9 @@ def test_the_handler_of_a_signal_may_read_times(monkeypatch: pytest.MonkeyPatch)
     save = clock.SaveSpan(watch, ("checkpoint", "save_checkpoint"), "")
     process, read = watch._process, []
 
-    def interrupted(events: list[Any]) -> None:
+    def interrupted(*events: list[Any]) -> list[clock.Timer]:
         signal.raise_signal(signal.SIGUSR1)
-        process(events)
+        return process(*events)
 
     def handle(_number: int, _frame: Any) -> None:
         time.sleep(0.05)

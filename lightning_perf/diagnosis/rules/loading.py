@@ -108,8 +108,8 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     stalls, excess = signals.stalls
     waits, step = signals.waits, signals.step_seconds
     single = len(stalls.positions) and signals.series is None
-    if single and signals.phase_of(excess) == "dataloader_next":
-        waits = np.maximum(waits - excess, 0.0)
+    if single:
+        waits = np.maximum(waits - excess.get("dataloader_next", 0.0), 0.0)
     drawing, loader = signals.drawn * waits, signals.setup.loader
     waits = waits - drawing
     slow = stats.slow(waits, signals.counts, LEAST, ratio=3.0)

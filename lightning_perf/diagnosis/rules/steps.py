@@ -164,10 +164,11 @@ def periodic_stall(signals: Signals, fewest: int, alike: float) -> Iterable[Impa
     count = len(stalls.positions)
     if count < fewest or signals.series is not None:
         return
-    phase = signals.phase_of(excess)
-    if phase in ("callbacks", "logging", "checkpoint"):
-        return  # the rules on callbacks, loggers and checkpoints name it
-    per_stall = float(excess.sum() / count)
+    total = sum(excess.values(), signals.nothing)
+    first = max(excess, key=lambda name: float(excess[name].sum()))
+    phase = first if excess[first].sum() > 0.5 * total.sum() else ""
+    within = {} if "" in excess else excess
+    per_stall = float(total.sum() / count)
     evidence = without_none(
         stalls=float(count), seconds_per_stall=per_stall, period_batches=stalls.period
     )
@@ -177,24 +178,26 @@ def periodic_stall(signals: Signals, fewest: int, alike: float) -> Iterable[Impa
             f"{duration(per_stall)}: this is the module's own work, in manual optimization."
         )
         yield Impact(
-            excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False,
-            highest="info",
+            total, float(count), None, phase or None, evidence=evidence, advice=advice,
+            on_host=False, highest="info", within=within,
         )  # fmt: skip
         return
     where = f", in {phase}" if phase else ""
-    advice = f"A batch takes {duration(per_stall)} longer than usual"
+    period, look = f"{stalls.period or 0:.0f}", "Look for work that is done at this interval"
+    shown = f'PyTorch(schedule="at 100ba for {period}ba") records one of them.'
+    often = f"every {period} batches"
     if stalls.period is None:
-        advice += (
-            f" at irregular intervals{where}. Look for other programs and slow storage; "
-            "PyTorch(schedule=OnSlowBatch()) records the batches after a slow one."
-        )
-    else:
-        period = f"{stalls.period:.0f}"
-        advice += (
-            f" every {period} batches{where}. Look for work that is done at this interval; "
-            f'PyTorch(schedule="at 100ba for {period}ba") records one of them.'
-        )
-    yield Impact(excess, float(count), None, phase, evidence=evidence, advice=advice, on_host=False)
+        often, look = "at irregular intervals", "Look for other programs and slow storage"
+        shown = "PyTorch(schedule=OnSlowBatch()) records the batches after a slow one."
+    advice = (
+        f"A batch takes {duration(per_stall)} longer than usual {often}{where}. {look}; {shown}"
+    )
+    if phase == "dataloader_next":
+        advice += " DataLoader workers with a higher prefetch_factor load such batches ahead."
+    yield Impact(
+        total, float(count), None, phase or None, evidence=evidence, advice=advice, on_host=False,
+        within=within,
+    )  # fmt: skip
 
 
 def _further_steps(signals: Signals, stalls: int, alike: float) -> str:
@@ -218,7 +221,7 @@ def slowdown(
     it is not over, and has the number of batches. There is no warning if other programs use a
     share ``named`` of the CPUs more in the stretches.
     """
-    steps = signals.within_epochs
+    steps = signals.after_loading
     measured = np.flatnonzero(np.isfinite(steps))
     if len(measured) < 2 * sustained:
         batches = counted(len(measured), "measured batch")
