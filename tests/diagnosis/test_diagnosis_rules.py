@@ -477,6 +477,21 @@ def test_late_memory_samples_are_diagnosed() -> None:
     assert found.code == "host-memory-growth"
 
 
+def test_memory_grows_per_batch_whatever_the_speed() -> None:
+    """Batches become four times as fast: 10 MB per batch, and the time left is at that speed."""
+    signals = signals_of(
+        {"forward": [0.2] * 4 + [0.05] * 8},
+        columns={"memory/rss_level": [1e9 + 1e8 * n for n in range(WINDOWS)],
+                 "system/free_memory": [1e9] * WINDOWS,
+                 "system/free_memory/seconds": [1.0] * WINDOWS},
+    )  # fmt: skip
+    (found,) = [v for v in diagnose(signals).verdicts if v.code == "host-memory-growth"]
+    assert found.evidence["bytes_per_batch"] == pytest.approx(1e7)
+    grown = found.evidence["last_bytes"] - found.evidence["first_bytes"]
+    assert found.evidence["grown_bytes"] == pytest.approx(grown)
+    assert found.evidence["seconds_until_full"] == pytest.approx(1e9 / (1e7 / 0.05))
+
+
 def test_a_slowdown_in_a_resumed_run_has_the_total_batch() -> None:
     """The checkpoint was made at batch 1000, so the 61st batch of this process is number 1061."""
     signals = PLANTED["slowdown"][0]

@@ -14,6 +14,8 @@ from lightning_perf.units import bytes_text, counted, duration
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from numpy.typing import NDArray
+
     from lightning_perf.diagnosis.stats import Numbers
 
 #: The share of the run that is the warm-up of its memory.
@@ -48,43 +50,50 @@ class Idling(NamedTuple):
 def host_memory_growth(signals: Signals, least: Growth) -> Iterable[Verdict]:
     """The processes' memory grows without levelling off."""
     free = signals.average("system/free_memory", latest=True)
-    times, sizes, recordings = _samples(signals, "memory/rss_level", 1.0)
+    windows, sizes = _samples(signals, "memory/rss_level", 1.0)
     # A node is sampled at intervals: several short windows have the same sample.
     fresh = np.append(True, np.diff(sizes) != 0)[: len(sizes)]
-    times, sizes, recordings = times[fresh], sizes[fresh], recordings[fresh]
+    windows, sizes = windows[fresh], sizes[fresh]
+    recordings = signals.recordings[windows]
     # Leave out what our own profilers allocate, and what they free or write afterwards.
     grown, earlier = np.diff(sizes), np.append(recordings[:1], recordings)[: len(sizes) - 1]
     grown[recordings[1:] > earlier] = 0.0
     sizes = sizes[:1] + np.append(0.0, np.cumsum(grown))[: len(sizes)]
-    yield from _growth("host-memory-growth", signals, times, sizes, free, least)
+    yield from _growth("host-memory-growth", signals, windows, sizes, free, least)
 
 
 def device_memory_growth(signals: Signals, least: Growth) -> Iterable[Verdict]:
     """The GPU's memory grows without levelling off."""
     if signals.setup.device == "cuda":
         free = min(signals.gpu_averages("gpu_free_memory", latest=True), default=None)
-        times, sizes, _ = _samples(signals, "memory/current_allocated_mem", 1e9)
-        yield from _growth("device-memory-growth", signals, times, sizes, free, least)
+        windows, sizes = _samples(signals, "memory/current_allocated_mem", 1e9)
+        yield from _growth("device-memory-growth", signals, windows, sizes, free, least)
 
 
 def _growth(
-    code: str, signals: Signals, times: Numbers, sizes: Numbers, free: float | None, least: Growth
+    code: str,
+    signals: Signals,
+    windows: NDArray[np.intp],
+    sizes: Numbers,
+    free: float | None,
+    least: Growth,
 ) -> Iterable[Verdict]:
-    """Memory in bytes that grows to the end, and the bytes left."""
+    """Memory in bytes at the end of some windows that grows to the end, and the bytes left."""
     if len(sizes) < least.samples:
         count = counted(len(sizes), "sample")
         raise Unknown(f"memory has {count} after the warm-up, and a trend needs {least.samples}")
-    whole, level = trend(times, sizes), float(sizes[0])
-    grown = whole.slope * (times[-1] - times[0])
+    # Over batches, since their speed may change.
+    batches, times = (np.cumsum(each)[windows] for each in (signals.counts, signals.wall))
+    whole, level = trend(batches, sizes), float(sizes[0])
+    grown = whole.slope * (batches[-1] - batches[0])
     if whole.least <= 0 or grown < max(least.least_bytes, least.share * level):
         return
     half = len(sizes) // 2
-    later = trend(times[half:], sizes[half:])
-    rate = later.slope
-    if later.least <= 0 or rate < least.continues * whole.slope:
+    later = trend(batches[half:], sizes[half:])
+    if later.least <= 0 or later.slope < least.continues * whole.slope:
         return
-    per_batch = rate * float(signals.wall.sum()) / max(signals.batches, 1)
-    left = None if free is None else free / rate
+    rate = later.slope * (batches[-1] - batches[half]) / (times[-1] - times[half])
+    per_batch, left = whole.slope, None if free is None else free / rate
     evidence = without_none(
         grown_bytes=grown, bytes_per_batch=per_batch, first_bytes=level,
         last_bytes=float(sizes[-1]), seconds_until_full=left,
@@ -100,18 +109,18 @@ def _growth(
     yield Verdict(code, severity, evidence=evidence, advice=advice)
 
 
-def _samples(signals: Signals, column: str, unit: float) -> tuple[Numbers, Numbers, Numbers]:
-    """Seconds and bytes of the samples of a gauge in ``unit`` bytes, without the warm-up.
+def _samples(signals: Signals, column: str, unit: float) -> tuple[NDArray[np.intp], Numbers]:
+    """The windows at whose ends a gauge is known, without the warm-up; and its bytes.
 
-    And the windows with a recording up to each.
+    The gauge is in ``unit`` bytes.
     """
     if not signals.windows or column not in signals.windows[0].columns:
         raise Unknown(f"{column} is not measured")
     times = np.cumsum(signals.wall)
     ranks = np.array([window[column] for window in signals.windows])
     sizes = unit * np.fmax.reduce(ranks, axis=1)  # NaN only where no rank was sampled
-    kept = (sizes > 0) & (times >= _WARMUP * times[-1])
-    return times[kept], sizes[kept], signals.recordings[kept]
+    kept = np.flatnonzero((sizes > 0) & (times >= _WARMUP * times[-1]))
+    return kept, sizes[kept]
 
 
 def cpu_saturated(signals: Signals, hidden: float, named: float) -> Iterable[Impact]:
