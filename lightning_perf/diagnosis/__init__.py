@@ -54,7 +54,7 @@ _GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0, continues=0.4, samples=
 _WORKERS = loading.Workers(busy=60.0, per_cpu=4, first=0.02, more=0.10, contested=0.17, named=20.0)
 _IDLING = machine.Idling(idle=0.3, computing=0.7, waiting=0.05)
 _logger_bound = partial(costs.logger_bound, named=0.8, aim=0.0125, left=4, follows=(0.5, 8.0))
-_slowdown = partial(steps.slowdown, ratio=1.10, sustained=50, varies=1.4, named=0.2)
+_slowdown = partial(steps.slowdown, ratio=1.10, sustained=50, varies=1.4, named=0.2, late=LATENESS)
 _low_gpu_utilization = partial(machine.low_gpu_utilization, least=_IDLING._replace(idle=0.5))
 #: All rules of the package with their thresholds, the most specific first: a second that several
 #: could claim belongs to the first of them. The last number of a rule is the share of the wall time
@@ -69,13 +69,13 @@ RULES: tuple[Rule, ...] = (
     FunctionRule("checkpoint-bound", partial(costs.checkpoint_bound, aim=0.025, left=2), 0.05),
     FunctionRule("validation-bound", costs.validation_bound, 0.15),
     FunctionRule("epoch-restart", loading.epoch_restart, 0.05),
+    FunctionRule("communication-bound", ranks.communication_bound, 0.10),
+    FunctionRule("straggler", partial(ranks.straggler, least=LATENESS), 0.10),
     FunctionRule("periodic-stall", partial(steps.periodic_stall, fewest=3, alike=0.2), 0.10),
     FunctionRule("input-bound", partial(loading.input_bound, least=_WORKERS), 0.10),
     FunctionRule("sync-bound", machine.sync_bound, 0.10),
     FunctionRule("warmup", partial(steps.warmup, share=0.05, seconds=0.4, ratio=10.0), 0.05),
     FunctionRule("slowdown", _slowdown, 0.10),
-    FunctionRule("communication-bound", ranks.communication_bound, 0.10),
-    FunctionRule("straggler", partial(ranks.straggler, least=LATENESS), 0.10),
     FunctionRule("host-memory-growth", partial(machine.host_memory_growth, least=_GROWTH)),
     FunctionRule("device-memory-growth", partial(machine.device_memory_growth, least=_GROWTH)),
     FunctionRule("throttled", partial(machine.throttled, percent=10.0, critical=50.0)),

@@ -269,6 +269,58 @@ def test_waits_with_another_cause_are_not_communication(
     assert found.get("communication-bound") == severity
 
 
+ALTERNATELY = {"gradients": ALL, "exchange": dict.fromkeys(range(4), 0.2)}
+
+
+@pytest.mark.parametrize(("own", "severity"), [(20.0, None), (195.0, "critical")])
+def test_ranks_that_are_late_in_turn_are_stragglers(own: float, severity: str | None) -> None:
+    """Each waits 30 ms of 140 ms, 2 ms of which are the exchange. Other programs may delay them by
+    a time slice in each batch, which is 4 ms: they explain all of a tenth of this.
+    """
+    signals = signals_of_ranks({}, **ALTERNATELY, cpu_util_simple=100.0, process_cpu=own)
+    windows = [replace(each, rows=np.array(each.rows) / 100) for each in signals.windows]
+    signals = Signals(windows, setup=Setup(world_size=4, cpus=2))
+    found = [each for each in diagnose(signals).verdicts if each.code == "straggler"]
+    assert [each.severity for each in found] == ([] if severity is None else [severity])
+    for each in found:
+        assert (each.rank, each.phase) == (None, "backward")
+        assert each.share == pytest.approx(2.8 / 14)
+        assert each.evidence["slow_in"] == "changing ranks"
+
+
+def test_a_rank_that_is_late_more_often_than_others_is_not_the_cause() -> None:
+    """Two ranks are late in 9 and 6 reports: the one alone explains a fifth of the waits."""
+    first, second = (
+        signals_of_ranks(
+            {"forward": {rank: 9.0}}, {1 - rank: 9.0}, ranks=2, exchange={1 - rank: 0.1}
+        ).windows[:1]
+        for rank in (0, 1)
+    )
+    signals = Signals([*first, *(first * 3 + second * 2) * 3])
+    (found,) = [each for each in diagnose(signals).verdicts if each.code == "straggler"]
+    assert found.rank is None
+    assert found.share == pytest.approx(4.5 / 20)
+
+
+@pytest.mark.parametrize("rank", [2, None])
+def test_ranks_that_are_late_from_some_batch_on_are_no_slowdown(rank: int | None) -> None:
+    """The seconds belong to the straggler, which is more specific, whether one rank or changing
+    ones; and the slowdown of all ranks is still found.
+    """
+    usual, later = signals_of_ranks({}, {}).windows, late(9.0).windows
+    if rank is None:
+        later = signals_of_ranks({}, dict.fromkeys(range(4), 9.0), exchange={0: 0.1}).windows
+    steps = np.repeat([1.1, 2.0], 60)
+    both = {"straggler", "slowdown"}
+    found = diagnose(Signals([*usual, *later], steps=steps)).verdicts
+    (waited,) = [each for each in found if each.code in both]
+    assert (waited.code, waited.rank) == ("straggler", rank)
+    assert waited.share == pytest.approx(6 * 9 / (6 * 11 + 6 * 20), rel=0.01)
+    later = signals_of_ranks({"forward": dict.fromkeys(range(4), 9.0)}, {}).windows
+    found = diagnose(Signals([*usual, *later], steps=steps)).verdicts
+    assert [(v.code, v.phase) for v in found if v.code in both] == [("slowdown", "forward")]
+
+
 def test_without_waits_rank_rules_are_unknown() -> None:
     """Both rules name the missing columns; with one rank they do not apply."""
     (whole, *_) = signals_of_ranks({}, {}, ranks=2).windows

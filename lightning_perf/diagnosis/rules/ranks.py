@@ -46,6 +46,8 @@ _WAITS = "timings/reduce_metrics"
 _RECENT = 10
 #: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
 _MOST_RANKS = 512
+#: A rank that is late occasionally is named if it explains this share of all waits for gradients.
+_MOST = 0.5
 #: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
 _TIME_SLICE = 4e-3
 
@@ -107,9 +109,12 @@ class Work:
     @cached_property
     def latest(self) -> _Latest:
         """The rank with the most own work, compared with the others."""
+        return self.beside_others(int(self.own.sum(axis=1).argmax()))
+
+    def beside_others(self, rank: int) -> _Latest:
+        """A rank compared with the others."""
         own, waits = self.own / self.batches, self.waits / self.batches
         totals = own.sum(axis=1)
-        rank = int(totals.argmax())
         return _Latest(
             rank,
             own[rank] - np.median(np.delete(own, rank, axis=0), axis=0),
@@ -245,20 +250,67 @@ def _windows(signals: Signals) -> Sequence[Window]:
     return signals.windows
 
 
+def _on_device(windows: Sequence[Window]) -> bool:
+    """Whether ranks wait by the GPU's clock: the host may do anything meanwhile."""
+    return "waits/device/backward" in windows[0].columns
+
+
 def _taken(signals: Signals) -> float:
     """The share of the CPUs that other programs take from ranks that compute on them."""
     return 1 - signals.cpus_left if signals.setup.device == "cpu" else 0.0
 
 
+def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Numbers]:
+    """The straggler, and the seconds in each window that ranks wait for it.
+
+    Without one, those that they wait for one another, beyond the exchange of gradients: even work
+    would save them.
+    """
+    windows = _windows(signals)
+    if not windows:
+        return None, signals.nothing
+    late = straggler_of([work_of(each) for each in windows[signals.start :] if each.batches], least)
+    column = "waits/device/backward" if _on_device(windows) else "waits/backward"
+    waits = [each.mean(column) - each.least("waits/exchange") for each in windows]
+    mutual = np.maximum(waits, 0.0)
+    if late is None:
+        return None, mutual
+    explained = (1 - 1 / windows[0].world_size) * late.share
+    if not late.chronic and explained < _MOST * signals.share(mutual):
+        return None, mutual
+    seconds = signals.nothing
+    for number, window in enumerate(windows):
+        if window.batches:
+            found = work_of(window).beside_others(late.rank)
+            seconds[number] = window.batches * max(min(found.excess, found.waiting), 0.0)
+    return late, late.share / max(signals.share(seconds), 1e-12) * seconds
+
+
 def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
-    """One rank makes the others wait."""
-    windows = _windows(signals)[signals.start :]
-    works = [work_of(window) for window in windows if window.batches]
-    if windows and len(works) < least.fewest:
-        reports = counted(len(works), "report")
+    """One rank makes the others wait, or another one each time."""
+    if not _windows(signals):
+        return
+    if (count := np.count_nonzero(signals.steady(signals.counts))) < least.fewest:
+        reports = counted(int(count), "report")
         raise Unknown(f"{reports} after the warm-up, and comparing ranks needs {least.fewest}")
-    late = straggler_of(works, least)
-    if late is None or late.seconds < LEAST:
+    late, seconds = waited_for(signals, least)
+    # With other programs on the CPUs, any rank is late occasionally.
+    taken = _taken(signals)
+    if late is None:
+        wait, queue = signals.per_batch(seconds), signals.per_batch(signals.waiting)
+        certain = max(1 - taken * (_TIME_SLICE + queue) / max(wait, 1e-12), 0.0)
+        advice = (
+            f"Ranks wait {duration(wait)} per batch for one another's gradients, and no rank is "
+            "late most of the time. Look for batches that take longer on one rank than on the "
+            "others: give all ranks samples of similar length at the same time. Otherwise, other "
+            "programs or the network delay them at random."
+        )
+        yield Impact(
+            seconds, phase="backward", evidence={"slow_in": "changing ranks"}, advice=advice,
+            on_host=False, certain=certain, within={} if _on_device(signals.windows) else None,
+        )  # fmt: skip
+        return
+    if late.seconds < LEAST:
         return
     who = f"rank {late.rank}"
     evidence: dict[str, float | str] = {
@@ -271,11 +323,9 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
         f"{late.phase}. Compare its machine, its share of the data and its callbacks with those "
         "of the others."
     )
-    # With other programs on the CPUs, any rank is late occasionally.
-    certain = 1.0 if late.chronic else 1 - _taken(signals)
     yield Impact(
-        late.share * signals.wall, 1.0, who, late.phase, late.rank, evidence, advice,
-        whole_run=True, on_host=False, certain=certain, inferred=True, within={},
+        seconds, 1.0, who, late.phase, late.rank, evidence, advice, on_host=False,
+        certain=1.0 if late.chronic else 1 - taken, inferred=True, within={},
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, called, stretch_of, without_none
+from lightning_perf.diagnosis.rules.ranks import Lateness, waited_for
 from lightning_perf.diagnosis.signals import (
     COMPILE,
     COMPUTE,
@@ -212,14 +213,15 @@ def _further_steps(signals: Signals, stalls: int, alike: float) -> str:
 
 
 def slowdown(
-    signals: Signals, ratio: float, sustained: int, varies: float, named: float
+    signals: Signals, ratio: float, sustained: int, varies: float, named: float, late: Lateness
 ) -> Iterable[Impact]:
     """A change to longer batches, without stalls, unless they do more work.
 
     Longer by a ratio, with a number of batches before and after; or by the ratio ``varies``, up to
     which the speed of a CPU may vary without a warning, in some stretches. It is critical only if
     it is not over, and has the number of batches. There is no warning if other programs use a
-    share ``named`` of the CPUs more in the stretches.
+    share ``named`` of the CPUs more in the stretches. What ranks wait for ``late`` ones does not
+    count.
     """
     steps = signals.after_loading
     measured = np.flatnonzero(np.isfinite(steps))
@@ -242,8 +244,12 @@ def slowdown(
     part: Numbers = np.bincount(windows, slow[measured], size) / each
     if after - before < LEAST or _more_work(signals, part, usual, slow, before, after):
         return
-    if _growth(signals, signals.waiting, part) > 0.5 * (after - before):
-        return  # other programs took the CPU: `cpu-saturated` reports it
+    # What other programs and late ranks take is reported by `cpu-saturated` and `straggler`.
+    others = (signals.waiting, waited_for(signals, late)[1])
+    taken, waited = (_growth(signals, each, part) / (after - before) for each in others)
+    if max(taken, waited) > 0.5:
+        return
+    lost *= 1 - max(waited, 0.0)
     grown = {name: _growth(signals, signals.category(name), part) for name in IN_BATCHES}
     if not continues and sum(grown.values()) < 0.5 * (after - before):
         return  # windows do not show it
