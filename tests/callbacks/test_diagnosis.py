@@ -950,14 +950,16 @@ def test_the_end_shows_a_panel(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ("late", "expected"),
     [
         ("rank 1", ("straggler", 1, "forward")),
-        ("by turns", ("healthy", None, None)),
+        ("by turns", ("straggler", None, "backward")),
         ("none", ("communication-bound", None, "backward")),
     ],
 )
 def test_a_late_rank_is_distinguished_from_communication(
     tmp_path: Path, late: str, expected: tuple[object, ...]
 ) -> None:
-    """Either one rank is slow in forward and the other waits, or both exchange gradients slowly."""
+    """One rank is slow in forward and the other waits, always or by turns; or both exchange
+    gradients slowly.
+    """
 
     class Uneven(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
