@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from ctypes import py_object, pythonapi
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import islice
@@ -131,9 +132,15 @@ class Gatherer:
             self._give_up("another rank did not answer at the end of the run")
 
     def close(self) -> None:
-        """Retire the group, unless a message is missing, for which its destruction would wait."""
-        if self._group is not None and not self.pending and not self.lost:
-            _retired.append(self._group)
+        """Retire the group, or keep it forever if a message is missing.
+
+        Its destruction, at the latest at the end of Python, would wait for that message.
+        """
+        if self._group is not None:
+            if self.pending or self.lost:
+                pythonapi.Py_IncRef(py_object(self._group))
+            else:
+                _retired.append(self._group)
         self.pending.clear()
         self._group = None
 

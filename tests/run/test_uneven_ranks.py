@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -136,6 +139,38 @@ def test_ranks_with_different_numbers_of_batches_train_with_join(
     own = [each["own"] for each in ranks]
     rate = sum(each["batch/samples"] / each["batch/seconds"] for each in own)
     assert ranks[0]["metrics"]["throughput/samples_per_sec"] == pytest.approx(rate, rel=1e-12)
+
+
+#: Each rank trains on its own number of batches.
+ENDS = """
+import sys
+from pathlib import Path
+
+from lightning_perf import Timings
+from lightning_perf.run import context
+from run.test_uneven_ranks import OtherLengths, trainer
+
+context.GATHER_TIMEOUT = 1.0  # as after 10 seconds
+folder, *lengths = sys.argv[1:]
+OtherLengths.train_dataloader = OtherLengths.own
+options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+trainer(Path(folder), Timings(), **options).fit(OtherLengths(*map(int, lengths)))
+"""
+
+
+@pytest.mark.parametrize("lengths", [(6, 12), (12, 6)])
+def test_a_process_that_others_do_not_answer_ends(tmp_path: Path, lengths: tuple[int, int]) -> None:
+    """Then the other rank, which waits for it in backward, fails as without us."""
+    (script := tmp_path / "train.py").write_text(ENDS)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    command = [sys.executable, str(script), str(tmp_path), *map(str, lengths)]
+    # Lightning kills the whole group of processes.
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": paths}, start_new_session=True, check=False,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert "another rank did not answer at the end of the run" in done.stderr
+    assert done.returncode == lengths.index(min(lengths)), done.stderr[-2000:]
 
 
 class Jumps(L.Callback):
