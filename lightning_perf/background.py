@@ -176,8 +176,8 @@ class Worker:
             return None
 
 
-def wait_until(done: Callable[[], bool], timeout: float) -> None:
+def wait_until(done: Callable[[], bool], timeout: float, pause: float = 0.001) -> None:
     """Poll `done`, at least once, until it is true or `timeout` seconds have passed."""
     until = time.monotonic() + timeout
     while not done() and time.monotonic() < until:
-        time.sleep(0.001)
+        time.sleep(pause)

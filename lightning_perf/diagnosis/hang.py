@@ -51,6 +51,8 @@ class RankState:
     moves: bool = False
     #: Whether nothing more is added.
     complete: bool = True
+    #: Whether it is ready to be aborted.
+    aborts: bool = False
     host: str = ""
     pid: int = 0
 

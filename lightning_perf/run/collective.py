@@ -80,6 +80,8 @@ class Gatherer:
         self.pending: deque[_Report] = deque()
         #: Whether another rank has ended, so that nothing more is gathered.
         self.lost = False
+        #: Whether this rank has ended before another one, and no longer waits for it.
+        self.leads = False
         self._group = _new_group() if self._world_size > 1 else None
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -129,6 +131,7 @@ class Gatherer:
         """Wait at most ``timeout`` seconds for messages in flight, at the end of the run."""
         wait_until(lambda: self.poll() or hurried(), timeout)
         if self.pending:
+            self.leads = True
             self._give_up("another rank did not answer at the end of the run")
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import nullcontext, suppress
+from ctypes import PyDLL
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_perf.background import wait_until
 from lightning_perf.diagnosis.hang import FAILED, LEFT, RankState, culprits, report, sentence
 from lightning_perf.errors import describe, warn
 from lightning_perf.patches import PatchSet
@@ -67,6 +69,8 @@ _HISTORY = 100
 _KEPT = 10
 #: Seconds that an abort waits for files and for uploads, and between two looks meanwhile.
 _FLUSH, _SHORT = 30.0, 0.05
+#: Microseconds within which all ranks end that are aborted.
+_TOGETHER = 200_000
 #: Spans that may take long without a sign of life, besides checkpoints.
 _SLOW = ("iter", "first fetch", "Trainer.epoch_values", COUNTING)
 #: Seconds for the stacks of all child processes.
@@ -94,7 +98,7 @@ class Watchdog:
         self._run, self._clock = weakref.ref(run), run.require_times().clock
         self._after, self._abort, self._found = after, abort, found
         self._poll = min(_POLL, after / 10)
-        self._signal, self._failed = hold_signal(), False
+        self._signal, self._failed, self._aborts = hold_signal(), False, False
         self._stop, self._ready = Event(), Event()
         self._thread = Thread(target=self._loop, name="lightning_perf watchdog", daemon=True)
         self._thread.start()
@@ -104,7 +108,8 @@ class Watchdog:
         """Stop, for a reason as that of `PerfCallback.close`; may be called more than once."""
         self._failed = reason == "exception"
         self._stop.set()
-        self._thread.join(_POLL)
+        # An exception while all ranks are aborted comes from the end of another one.
+        self._thread.join(6 * _FLUSH if self._failed and self._aborts else _POLL)
         if not self._thread.is_alive():  # otherwise a signal may still come
             compat.handlers_before(trainer).pop(self._signal, None)
             release_signal(self._signal)
@@ -150,7 +155,9 @@ class Watchdog:
             while not self._stop.wait(self._poll) and (run := self._run()) is not None:
                 watch.look(run)
                 if self._abort and watch.is_complete:
-                    _abort(run, until=partial(self._goes_on, watch, run))
+                    self._aborts = run.ranks.world_size > 1
+                    _abort(run, watch.unready(run), until=partial(self._goes_on, watch, run))
+                    self._aborts = False
                 del run
             if (run := self._run()) is not None:
                 watch.clean(run, FAILED if self._failed else LEFT)
@@ -161,8 +168,9 @@ class Watchdog:
             stacks.close()
 
     def _goes_on(self, watch: _Watch, run: Run) -> bool:
-        """Whether a reported hang has ended, or the run has."""
-        return self._stop.is_set() or watch.moved(run)
+        """Whether a reported hang has ended, or the run has, unless the other ranks end it."""
+        ended_by_others = self._aborts and run.trainer.interrupted
+        return (self._stop.is_set() and not ended_by_others) or watch.moved(run)
 
 
 class _Watch:
@@ -425,6 +433,21 @@ class _Watch:
             return
         self._report(run, states)
 
+    def unready(self, run: Run) -> Iterator[int]:
+        """Send that this rank is ready to be aborted; yields a rank until all that answer are.
+
+        If another rank has ended, an exception of this one says so.
+        """
+        assert self._state is not None  # it is reported
+        self._files.answer(run, replace(self._state, aborts=True), reported=True)
+        for rank in {*range(run.ranks.world_size)} - {self._state.rank}:
+            while not run.trainer.interrupted:
+                self._files.receive(run)
+                state = self._files.state_of(run, rank)
+                if state is None or state.aborts:
+                    break
+                yield rank
+
     # -- the report -------------------------------------------------------------------------------
 
     def _report(self, run: Run, states: Sequence[RankState]) -> None:
@@ -468,9 +491,13 @@ class _Watch:
 
     def _went_on(self, run: Run, pause: float) -> None:
         assert self._entry is not None  # the caller's condition
-        self._entry |= {"seconds": round(pause, 1), "ended": _clock_time(0.0)}
+        self._entry["seconds"] = round(pause, 1)
+        if not (hangs := run.windows.gatherer.leads):
+            self._entry["ended"] = _clock_time(0.0)
         self._publish(run)
         self._entry = None
+        if hangs:  # only this rank went on, to its end
+            return
         compat.rank_zero_info(
             f"lightning_perf: training goes on after it stood for {pause:,.0f} s."
         )
@@ -567,22 +594,24 @@ def _is_rare(name: str) -> bool:
     return hook.startswith("on_") and "batch" not in hook and hook not in PER_BATCH
 
 
-def _abort(run: Run, until: Callable[[], bool]) -> None:
+def _abort(run: Run, unready: Iterator[int], until: Callable[[], bool]) -> None:
     """End the process so that a scheduler restarts it, unless the training goes on meanwhile."""
     warn(f"the training is aborted (exit code {ABORTED}), as Hang(action='abort') says.")
     for worker in (run.file_worker, run.worker):
-        done, deadline = Event(), time.monotonic() + _FLUSH
+        done = Event()
         # After what is due now.
         if worker.submit(done.set, "the abort"):
-            while not (done.wait(_SHORT) or until()) and time.monotonic() < deadline:
-                pass
+            wait_until(lambda: done.is_set() or until(), _FLUSH, _SHORT)  # noqa: B023
+    parent, together = os.getppid(), run.ranks.world_size > 1
+    launched = parent in run.processes.values()
+    if together:  # the end of one is an exception in the others
+        wait_until(lambda: next(unready, None) is None or until(), 3 * _FLUSH, _SHORT)
+    if together and not until():
+        with suppress(Exception):  # the GIL is held, so that no exception is handled meanwhile
+            PyDLL(None).usleep(_TOGETHER * (1 + launched))
     # Lightning kills the process that has started the others once one of these has ended, and it
     # would not end with our code.
-    parent, deadline = os.getppid(), time.monotonic() + 3 * _FLUSH
-    while os.getppid() == parent and parent in run.processes.values() and not until():
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_SHORT)
+    wait_until(lambda: not launched or os.getppid() != parent or until(), 3 * _FLUSH, _SHORT)
     if until():
         warn("the training goes on, and is not aborted.")
         return

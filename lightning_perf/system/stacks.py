@@ -390,7 +390,7 @@ def collective_in(frames: Sequence[Frame]) -> str:
     for each in frames:
         own = each.function == "finish" and each.file.endswith("/lightning_perf/run/collective.py")
         if own or each.file.endswith("/distributed_c10d.py"):
-            return each.function
+            return "the last metrics of all ranks" if own else each.function
     return ""
 
 

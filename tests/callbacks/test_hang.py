@@ -244,21 +244,23 @@ def test_files_of_the_user_with_our_names_are_left_alone(tmp_path: Path, kind: s
 @contextmanager
 def two_ranks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, module: Small, nodes: int = 1, **options: Any
-) -> Iterator[None]:
+) -> Iterator[list[Any]]:
     """Two processes without a common folder, which a launcher would have started."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     set_up = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     devices = 2 // nodes
     options |= {"strategy": "ddp", "devices": devices, "num_nodes": nodes}
+    processes = list[Any]()
     with ExitStack() as stack:
         for rank in (0, 1):
             (folder / str(rank)).mkdir()
             its = {"NODE_RANK": str(rank // devices), "LOCAL_RANK": str(rank % devices)}
             for name, value in (set_up | its).items():
                 monkeypatch.setenv(name, value)
-            stack.enter_context(training(folder / str(rank), module, **options))
-        yield
+            its_folder = folder / str(rank)
+            processes.append(stack.enter_context(training(its_folder, module, **options)))
+        yield processes
 
 
 @pytest.mark.slow
@@ -1039,6 +1041,48 @@ def test_abort_ends_a_process_that_has_started_other_ranks_with_its_exit_code(
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 75, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_abort_ends_all_ranks_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: int
+) -> None:
+    """The end of one is an exception in the other, which may still make its files."""
+
+    class SlowFile(Hangs):
+        def on_train_start(self) -> None:
+            if self.global_rank != hangs:
+                current_run(self.trainer).file_worker.submit(partial(time.sleep, 6.0), "slow")
+
+        def on_exception(self, exception: BaseException) -> None:
+            (tmp_path / "exception").touch()
+
+    with two_ranks(tmp_path, monkeypatch, SlowFile(hanging.sleep, hangs), action="abort") as ranks:
+        for each in ranks:
+            each.join()
+        assert [each.exitcode for each in ranks] == [75, 75]
+    assert not (tmp_path / "exception").exists()
+
+
+@pytest.mark.slow
+def test_a_hang_does_not_end_when_rank_0_ends(tmp_path: Path) -> None:
+    """It waits for the other ranks' last metrics, up to 10 seconds, and then ends alone."""
+
+    class SlowTest(Small):
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            if self.global_rank == 1 and batch_idx == 7:
+                hanging.sleep()
+
+    with training(tmp_path, SlowTest(), stage="test", **RANKS):
+        assert "rank 0 waits for it in set-up or the end (the last metrics of" in reported(tmp_path)
+        until(lambda: "did not answer at the end" in (tmp_path / "output").read_text())
+        (summary,) = tmp_path.glob("*/summary.json")
+        until(lambda: read_summary(summary)["status"] == "finished")
+        (hang,) = read_summary(summary)["hangs"]
+        assert "ended" not in hang
+        assert hang["seconds"] > 5
+        assert reported(tmp_path).startswith("# The training hangs")
 
 
 @pytest.mark.slow
