@@ -259,6 +259,8 @@ class Clock:
     def timer(self, category: str, name: str) -> Timer:
         """Return the timer of an action in the current stage; create it if needed."""
         action = Action(self.stage, category, name)
+        if (known := self._timers.get(action)) is not None:
+            return known  # numbers are few: arrays are as long as the largest
         return self._timers.setdefault(action, Timer(action, next(self._numbers)))
 
     def begin(self, stage: str) -> None:

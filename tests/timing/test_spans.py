@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,8 +17,10 @@ from time import perf_counter
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from helpers.clocks import FakeClock
 from helpers.lifecycle_log import LifecycleLog
 from helpers.small import Records, Small, TwoOptimizers, trainer
 from helpers.windows import rows_of
@@ -38,7 +41,7 @@ from lightning_perf.patches import ContextPatch, PatchSet
 from lightning_perf.run import compat, context, spans
 from lightning_perf.run.context import RunContext
 from lightning_perf.timing import clock
-from lightning_perf.timing.totals import Action, Totals
+from lightning_perf.timing.totals import CATEGORIES, Action, Totals
 
 
 class Profiler(LifecycleLog):
@@ -495,6 +498,40 @@ def test_the_handler_of_a_signal_may_read_times(monkeypatch: pytest.MonkeyPatch)
     assert 0.1 <= seconds_of(watch) <= perf_counter() - began
     assert [cost.calls for a, cost in watch.costs.items() if a.category == "checkpoint"] == [1]
     assert len(read) == 2
+
+
+def test_the_numbers_of_timers_do_not_grow_with_calls() -> None:
+    """Sums of an hour's events are in arrays that are as long as the largest number."""
+    watch = clock.Clock()
+    for _ in range(1000):
+        watch.run("backward", "gradients")
+    assert watch.timer("checkpoint", "late").number < 4 * len(CATEGORIES)
+    watch.stop()
+
+
+def test_a_batch_has_the_seconds_of_its_categories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row per batch, up to its end, however often times are read meanwhile."""
+    now = FakeClock()
+    monkeypatch.setattr(clock, "perf_counter", now)
+    watch = clock.Clock()
+    watch.begin("train")
+    watch.by_batch = deque()
+    for length in (1.0, 2.0, 3.0):
+        with clock.Span(watch, ("forward", "step"), ""):
+            now.sleep(length)
+            watch.add_up()
+        now.sleep(0.25)
+        assert watch.costs
+        with clock.Span(watch, ("callbacks", "A.on_train_batch_end"), ""):
+            now.sleep(0.5)
+            watch.log.extend((now(), None, None))
+            now.sleep(0.125)
+    watch.stop()
+    rows = np.concatenate([*watch.by_batch])
+    found = {name: rows[:, at].tolist() for at, name in enumerate(CATEGORIES) if rows[:, at].any()}
+    assert found == {
+        "forward": [1.0, 2.0, 3.0], "callbacks": [0.5, 0.625, 0.625], "other": [0.25] * 3,
+    }  # fmt: skip
 
 
 class Owner:
