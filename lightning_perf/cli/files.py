@@ -170,8 +170,8 @@ def upload(
 
 def _send_all(place: Path, send: Callable[[PendingUpload, Path], str]) -> list[tuple[str, str]]:
     """Upload what a folder lists; returns each path, and why it was not uploaded."""
-    sent = []
-    with taken_pending(place) as left:
+    sent, damaged = [], dict[bytes, None]()
+    with taken_pending(place, damaged) as left:
         for key, entry in _tracked(list(left.items()), "uploading"):
             error = send(entry, place)
             sent.append((entry.path, error))
@@ -179,7 +179,7 @@ def _send_all(place: Path, send: Callable[[PendingUpload, Path], str]) -> list[t
             # than what is read.
             if not error:
                 del left[key]
-    return sent
+    return [*sent, *((str(place / FILE_NAME), "a damaged line") for _ in damaged)]
 
 
 class NamedPlaces:

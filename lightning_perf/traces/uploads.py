@@ -146,12 +146,15 @@ def _append(path: Path, line: bytes) -> None:
 
 
 @contextmanager
-def taken_pending(root: Path) -> Iterator[dict[Hashable, PendingUpload]]:
+def taken_pending(
+    root: Path, damaged: dict[bytes, None] | None = None
+) -> Iterator[dict[Hashable, PendingUpload]]:
     """Take all entries off the lists in `root`; those that are left at the end are listed again.
 
     Entries that other processes append meanwhile begin a new list. If this is interrupted, an entry
-    may be listed twice, and none is lost. Damaged lines stay listed, with a warning. A list that is
-    a link or no file raises `OSError` and stays: it could name any file.
+    may be listed twice, and none is lost. Damaged lines stay listed, with a warning, and are added
+    to ``damaged``. A list that is a link or no file raises `OSError` and stays: it could name any
+    file.
     """
     for path in [root / FILE_NAME, *root.glob(f"{_OPEN}*")]:
         with suppress(FileNotFoundError):
@@ -161,7 +164,7 @@ def taken_pending(root: Path) -> Iterator[dict[Hashable, PendingUpload]]:
     for path in lists:
         check_own(path)
     left: dict[Hashable, PendingUpload] = {}
-    damaged: dict[bytes, None] = {}
+    damaged = {} if damaged is None else damaged
     for line in (line for path in lists for line in read_bytes(path).splitlines()):
         if (entry := _read(line)) is not None:
             left[entry.path, entry.remote, *sorted(entry.target.items())] = entry

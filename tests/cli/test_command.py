@@ -100,15 +100,16 @@ def test_tables_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 def test_uploads_say_what_they_did_not_find(
     in_tmp: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a list there is nothing to upload; a damaged one gives one plain line."""
+    """Without a list there is nothing to upload; a damaged line is left, and the code is 1."""
     code, out, _ = call(capsys, "upload")
     assert (code, out) == (0, "nothing to upload: there is no pending_uploads.jsonl below .\n")
     (in_tmp / "pending_uploads.jsonl").write_text("not JSON\n")
     command = [sys.executable, "-m", "lightning_perf", "upload"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout == "0 uploaded, 0 left\n"
-    assert done.stderr.startswith("lightning_perf: pending_uploads.jsonl has damaged lines")
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (1, "0 uploaded, 1 left\n")
+    warned, left = done.stderr.splitlines()
+    assert warned.startswith("lightning_perf: pending_uploads.jsonl has damaged lines")
+    assert left == "pending_uploads.jsonl: a damaged line"
 
 
 def findings(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
