@@ -264,7 +264,8 @@ class RunSummary:
             known = earlier if earlier["status"] != RUNNING else first
             if content["status"] == RUNNING or known["status"] == RUNNING:
                 known = content
-            kept.pop("ended", None)
+            for key in ("ended", "updated"):
+                kept.pop(key, None)
             kept |= {key: known[key] for key in ("status", "ended") if key in known}
         both = earlier["stages"], content["stages"]
         fitted = any("train" in stages for stages in both)
@@ -288,14 +289,19 @@ class RunSummary:
         self.join()
         _EARLIER[context.trainer] = self.content
         write = partial(context.write_files, "{run_name}", stage="train", overwrite=True)
-        write({self.path.name: self._write}, remote=FILE_NAME, durable=True)
+        # In a run of MLflow, a test that does not know of the fit keeps away from its files.
+        function, in_mlflow = context.trainer.state.fn, context.reporting.tags is not None
+        alone = in_mlflow and function != "fit" and "train" not in self.content["stages"]
+        prefix = f"{getattr(function, 'value', function)}-" if alone else ""
+        write({self.path.name: self._write}, remote=prefix + FILE_NAME, durable=True)
         if page:
             from lightning_perf.tracking.page import report_page  # the rules take 20 ms to import
 
             # After the summary, whose content it shows.
             name = PurePosixPath(page).name
             write(
-                {name: lambda path: write_text(path, report_page(self.content))}, remote=PAGE_NAME
+                {name: lambda path: write_text(path, report_page(self.content))},
+                remote=prefix + PAGE_NAME,
             )
         self._written = True
 
@@ -357,7 +363,7 @@ def _shown(path: Path, root: Path) -> str:
 def _file(context: Run, folder: Path) -> tuple[Path, Summary | None]:
     """The file for the summary of a run, and what it holds.
 
-    It is that of the Trainer's last run, unless a fit follows a finished one; or the latest one of
+    It is that of the Trainer's last run, unless a fit follows another one; or the latest one of
     this name that the run continues: of the same job, a resumed fit, a test of a trained
     checkpoint, or the same run of MLflow. A file of another live process, or one that is not a
     summary of the run, such as the user's, is never ours.
@@ -368,9 +374,10 @@ def _file(context: Run, folder: Path) -> tuple[Path, Summary | None]:
     own, run = _FILES.get(trainer, (None, None))
     if own is not None and own in found:
         summary = found[own]
-        fitted = summary["status"] == FINISHED and "train" in summary["stages"]
+        fitted = "train" in summary["stages"]
         if resumes or not fitted or (run is not None and run() is context):
             return own, summary
+        _EARLIER.pop(trainer, None)
     own_job = "" if in_mlflow else context.attempt.job
     for path, summary in reversed(found.items()):
         if own_job and (job := summary.get("goodput", {}).get("job")):

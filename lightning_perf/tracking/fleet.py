@@ -98,14 +98,12 @@ def in_folder(root: Path, since: float, unreadable: list[SummaryError]) -> list[
 
     ``unreadable`` gets why summaries were left out.
     """
-    latest = {
-        path.parent: (path, each) for path, each in summaries_below(root, _LEVELS, unreadable)
-    }
-    attempts, found = _attempts_of(latest), []
-    for folder, (path, summary) in latest.items():
+    summaries = [*summaries_below(root, _LEVELS, unreadable)]
+    attempts, found = _attempts_of(path.parent for path, _ in summaries), []
+    for path, summary in summaries:
         with suppress(OSError):  # it was deleted meanwhile
             if (seen := path.stat().st_mtime) >= since:
-                found.append(_of_summary(folder, summary, seen, attempts))
+                found.append(_of_summary(path.parent, summary, seen, attempts))
     return sorted(found, key=_order)
 
 

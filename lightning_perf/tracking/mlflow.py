@@ -146,7 +146,10 @@ class MlflowRun(Tracker):
     def upload(self, path: Path, remote: str) -> None:
         client = self.client()
         folder, _, name = remote.rpartition("/")
-        if name == FILE_NAME:  # together, so that the description waits and is sent later, too
+        if name.endswith(FILE_NAME) and (
+            # That of a test does not replace that of a fit.
+            name == FILE_NAME or self.tags().get(SUMMARY_TAG) in (None, remote)
+        ):  # together, so that the description waits and is sent later, too
             with suppress(SummaryError):  # another file of this name
                 self._describe(description(read_summary(path)))
                 client.set_tag(self.run_id, SUMMARY_TAG, remote)
@@ -167,7 +170,7 @@ class MlflowRun(Tracker):
         """Upload a file; the summary of a run that ended while the server was away ends the run."""
         use_for_artifacts(self.tracking_uri)
         self.upload(path, remote)
-        if remote.rpartition("/")[2] == FILE_NAME:
+        if remote.endswith(FILE_NAME):
             with suppress(SummaryError):  # another file of this name
                 self._end(read_summary(path))
 

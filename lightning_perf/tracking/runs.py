@@ -164,17 +164,18 @@ def folders_of(root: Path, name: str | None = None) -> list[Path]:
             with suppress(OSError):  # it was deleted meanwhile
                 found.append((trains(summary), path.stat().st_mtime, path.parent))
     trained = any(each[0] for each in found)
-    return [folder for its, _, folder in sorted(found) if its == trained]
+    latest = {folder: None for its, _, folder in sorted(found, reverse=True) if its == trained}
+    return [*reversed(latest)]
 
 
 def summaries_below(
     root: Path, levels: int, unreadable: list[SummaryError] | None = None
 ) -> Iterator[tuple[Path, Summary]]:
-    """The latest summary of each folder below another one, with its file."""
+    """The summaries of each folder below another one, with their files; the latest last."""
     # MLflow's own folders contain copies.
     for folder, files in walked(root, levels, lambda name: name[0] != "." and name != "mlruns"):
         if any(map(SUMMARIES.fullmatch, files)):
-            yield from summaries_in(folder, unreadable=unreadable)[-1:]
+            yield from summaries_in(folder, unreadable=unreadable)
 
 
 def folder_of(path: Path) -> Path:

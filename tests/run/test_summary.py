@@ -53,6 +53,7 @@ from lightning_perf.run import summary as run_summary
 from lightning_perf.run.window_log import MOST, Report, WindowLog, table
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Totals
 from lightning_perf.traces.summary import summarize
+from lightning_perf.tracking.fleet import in_folder
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.summary import SummaryError, description, read_summary, rows, schema
 
@@ -231,6 +232,45 @@ def test_a_test_after_fit_adds_its_stage(tmp_path: Path) -> None:
     whole = again["stages"]["train"]["whole_run"]
     assert (whole["first"], whole["last"], whole["batches"]) == (16, 31, 16)
     assert Path(again["report"]).name == "report-2.html"
+
+
+def test_a_fit_after_a_failed_one_has_a_summary_of_its_own(tmp_path: Path) -> None:
+    """The failed one stays, and none of its stages is in the other one; `runs` shows both."""
+    options: Any = {"logger": CSVLogger(tmp_path), "limit_val_batches": 3}
+    run = trainer(tmp_path, *callbacks(), **options)
+    run.validate(Small(), verbose=False)
+    with pytest.raises(ValueError, match="mine"):
+        run.fit(Crashes())
+    run.test(Small(), verbose=False)
+    failed = summary_of(tmp_path)
+    assert (failed["status"], "updated" in failed) == ("stopped by an exception", False)
+    assert set(failed["stages"]) == {"train", "validate_alone", "test"}
+    run.fit(Small())
+    assert summary_of(tmp_path) == failed
+    (path,) = tmp_path.rglob("summary-2.json")
+    again = read_summary(path)
+    assert (again["status"], set(again["stages"])) == ("finished", {"train", "validate"})
+    found = in_folder(tmp_path, 0.0, [])
+    assert sorted(each.state for each in found) == ["failed", "finished"]
+    seconds = sum(each["goodput"]["held_seconds"] for each in (failed, again))
+    assert 3600 * sum(each.device_hours for each in found) == pytest.approx(seconds, rel=0.05)
+
+
+def test_a_test_elsewhere_keeps_away_from_the_fit_s_files_in_mlflow(
+    tmp_path: Path, mlflow_database: str
+) -> None:
+    """A test of the run in another folder adds files; those of the fit and its description stay."""
+    logger = MLFlowLogger("tested", run_name="tested", tracking_uri=mlflow_database)
+    trainer(tmp_path / "a", *callbacks(), logger=logger).fit(Small())
+    described, client = note(mlflow_database, logger), MlflowClient(mlflow_database)
+    again = MLFlowLogger("tested", tracking_uri=mlflow_database, run_id=str(logger.run_id))
+    trainer(tmp_path / "b", *callbacks(), logger=again).test(Small(), verbose=False)
+    local = Path(client.download_artifacts(str(logger.run_id), "tested"))
+    assert list(read_summary(local / "summary.json")["stages"]) == ["train"]
+    assert list(read_summary(local / "test-summary.json")["stages"]) == ["test"]
+    assert note(mlflow_database, logger) == described
+    tags = client.get_run(str(logger.run_id)).data.tags
+    assert tags["lightning_perf_summary"] == "tested/summary.json"
 
 
 def test_steps_continue_after_a_resume(tmp_path: Path) -> None:
