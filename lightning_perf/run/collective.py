@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from contextlib import suppress
 from ctypes import py_object, pythonapi
@@ -38,8 +39,9 @@ LAST = -2
 
 
 # Groups of finished runs. Another rank may still read from one at its run's end, but no longer
-# when all ranks make a new group.
-_retired: list[Any] = []
+# when all ranks make a new group. torch holds them until they are destroyed, also by the user: with
+# one of them, the store of the old process group would stay, and the next one would read from it.
+_retired: list[weakref.ref[Any]] = []
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +145,7 @@ class Gatherer:
             if self.pending or self.lost:
                 pythonapi.Py_IncRef(py_object(self._group))
             else:
-                _retired.append(self._group)
+                _retired.append(weakref.ref(self._group))
         self.pending.clear()
         self._group = None
 
@@ -196,6 +198,7 @@ def _new_group() -> Any:
         return None
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     while _retired:
-        with suppress(Exception):  # the ranks of an earlier run may have ended
-            dist.destroy_process_group(_retired.pop())
+        if (retired := _retired.pop()()) is not None:
+            with suppress(Exception):  # the ranks of an earlier run may have ended
+                dist.destroy_process_group(retired)
     return group

@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from helpers.servers import free_port
 from helpers.small import RANKS, Small, trainer
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import DataLoader, TensorDataset
@@ -171,6 +172,43 @@ def test_a_process_that_others_do_not_answer_ends(tmp_path: Path, lengths: tuple
     )  # fmt: skip
     assert "another rank did not answer at the end of the run" in done.stderr
     assert done.returncode == lengths.index(min(lengths)), done.stderr[-2000:]
+
+
+#: Both ranks train, destroy all process groups, and train again.
+AGAIN = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_perf import Timings
+from run.test_uneven_ranks import Small, trainer
+
+for part in ("first", "second"):
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=20))
+    trainer(Path(sys.argv[1], part), Timings(), strategy=strategy, devices=2).fit(Small())
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.5)
+"""
+
+
+def test_the_user_may_destroy_all_groups_between_fits(tmp_path: Path) -> None:
+    """The store of the first process group ends with it, so that the second one finds its own."""
+    (script := tmp_path / "train.py").write_text(AGAIN)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])
+    port = str(free_port())
+    common = {"PYTHONPATH": paths, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)], stderr=subprocess.PIPE, text=True,
+            env=os.environ | common | {"NODE_RANK": "0", "LOCAL_RANK": rank, "WORLD_SIZE": "2"},
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    errors = [each.communicate(timeout=120)[1] for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0], "".join(errors)[-3000:]
 
 
 class Jumps(L.Callback):
