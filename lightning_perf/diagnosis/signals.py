@@ -131,6 +131,18 @@ class Step(NamedTuple):
     begins_epoch: bool
 
 
+class Stalled(NamedTuple):
+    """Batches that take far longer than others in one category."""
+
+    #: Empty if it is unknown.
+    category: str
+    stalls: stats.Stalls
+    #: Their excess in each window that no rare event explains. Rare events have names: checkpoints,
+    #: callbacks and loggers that work occasionally, steps of the optimizer after accumulated
+    #: batches, collections, compilations and starts of epochs.
+    excess: Numbers
+
+
 @dataclass(frozen=True)
 class Signals:
     """Everything measured of a run so far.
@@ -447,45 +459,41 @@ class Signals:
         return np.maximum(self.within_epochs - waits, 0.0)
 
     @cached_property
-    def stalls(self) -> tuple[stats.Stalls, dict[str, Numbers]]:
-        """Batches that took far longer than others; and their excess that no rare event explains.
+    def stalls(self) -> list[Stalled]:
+        """Batches that took far longer than others, by category.
 
-        The second value is in seconds per window, by category; empty keys if they are unknown. Rare
-        events have names: checkpoints, callbacks and loggers that work occasionally, steps of the
-        optimizer after accumulated batches, collections, compilations and starts of epochs. Batches
-        with more FLOPs are left out, and those that are long in categories with rules of their own.
+        Batches with more FLOPs are left out, and categories with rules of their own.
         """
         steps = self.within_epochs
-        if np.isfinite(steps).any() and np.isfinite(self.flops).any() and self.flops.any():
+        if not np.isfinite(steps).any():
+            return []
+        if np.isfinite(self.flops).any() and self.flops.any():
             longer = steps / np.nanmedian(steps)
             more = self.flops / max(float(np.nanmedian(self.flops)), 1.0)
             steps = np.where((longer > 1) & (more >= least_work(longer)), np.nan, steps)
-        stalls = stats.stalls(steps)
-        parts = self._excess(stalls.positions)
-        named = sum(parts[name] for name in NAMED) if parts else np.zeros(len(stalls.positions))
-        if (others := named > 0.5 * stalls.excess).any():
-            steps = steps.copy()
-            steps[stalls.positions[others]] = np.nan
-            stalls = stats.stalls(steps)
-            parts = self._excess(stalls.positions)
-        if sum(map(np.sum, parts.values())) < 0.5 * stalls.excess.sum():
-            parts = {"": stalls.excess}
-        else:
-            parts = {name: part for name, part in parts.items() if name not in NAMED}
-        windows, rare = self.windows_of(stalls.positions), self._rare(len(stalls.positions))
-        size = len(self.windows)
-        sums = {n: np.bincount(windows, part, size).astype(float) for n, part in parts.items()}
-        if "" in sums:
-            rare = {"": sum(rare.values(), self.nothing)}
-        return stalls, {n: np.maximum(s - rare.get(n, 0.0), 0.0) for n, s in sums.items()}
+        whole, least = stats.stalls(steps), 0.5 * float(np.nanmedian(steps))
+        columns = enumerate(CATEGORIES) if len(self.phases) else ()
+        found = {
+            name: stats.stalls(np.where(np.isnan(steps), np.nan, self.phases[:, at]), least)
+            for at, name in columns
+            if name in IN_BATCHES
+        }
+        if sum(each.excess.sum() for each in found.values()) < 0.5 * whole.excess.sum():
+            return [self._stalled("", whole)]  # a GPU's, or in many parts
+        return [self._stalled(name, each) for name, each in found.items() if name not in NAMED]
 
-    def _excess(self, positions: NDArray[np.intp]) -> dict[str, Numbers]:
-        """What some batches take beyond others, by category; empty if it is unknown."""
-        if not len(self.phases):
-            return {}
-        usual = np.median(np.delete(self.phases, positions, axis=0), axis=0)
-        longer = np.maximum(self.phases[positions] - usual, 0.0)
-        return {n: longer[:, at] for at, n in enumerate(CATEGORIES) if n in IN_BATCHES}
+    def _stalled(self, category: str, stalls: stats.Stalls) -> Stalled:
+        windows = self.windows_of(stalls.positions)
+        excess = np.bincount(windows, stalls.excess, len(self.windows)).astype(float)
+        rare = self._rare(len(stalls.positions))
+        explained = rare.get(category, 0.0) if category else sum(rare.values(), self.nothing)
+        return Stalled(category, stalls, np.maximum(excess - explained, 0.0))
+
+    @cached_property
+    def loading_stalls(self) -> Stalled | None:
+        """Those of loading, or of batches whose categories are unknown."""
+        found = (each for each in self.stalls if each.category in ("", "dataloader_next"))
+        return next(found, None)
 
     def windows_of(self, positions: NDArray[np.intp]) -> NDArray[np.intp]:
         """The windows of batches at some positions in ``steps``."""
@@ -494,16 +502,21 @@ class Signals:
 
     @cached_property
     def series(self) -> float | None:
+        """`series_of` for loading."""
+        return None if self.loading_stalls is None else self.series_of(self.loading_stalls)
+
+    def series_of(self, stalled: Stalled) -> float | None:
         """Seconds per batch of a series of slow batches, beyond the usual ones; None without one.
 
         Workers that are too slow deliver one batch each at the same time: the wait for all of them
         is in one batch.
         """
-        stalls, excess = self.stalls
+        stalls, excess = stalled.stalls, stalled.excess
         gaps, loader = np.diff(stalls.positions), self.setup.loader
         workers = 0 if loader is None else loader.num_workers
-        total = sum(excess.values(), self.nothing)
-        waited = np.minimum(self.waits, total).sum() >= _WAITED * total.sum()
+        waits = excess if stalled.category else np.minimum(self.waits, excess)
+        loads = stalled.category in ("", "dataloader_next")
+        waited = loads and waits.sum() >= _WAITED * excess.sum()
         together = gaps <= (max(workers, 1) if waited else 1)
         if not len(gaps) or np.mean(together) <= _IN_SERIES:
             return None

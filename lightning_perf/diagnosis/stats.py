@@ -260,8 +260,8 @@ class Stalls(NamedTuple):
     period: float | None
 
 
-def stalls(values: Numbers) -> Stalls:
-    """Values above the median by more than 8 times the median deviation, and by half of it.
+def stalls(values: Numbers, least: float = 0.0) -> Stalls:
+    """Values above the median by more than 8 times the median deviation, by half of it, and least.
 
     Those that are small beside the others are left out, and NaN.
 
@@ -276,7 +276,7 @@ def stalls(values: Numbers) -> Stalls:
         return Stalls(known, np.empty(0), None)
     values = values[known]
     median = np.median(values)
-    limit = median + max(8 * np.median(np.abs(values - median)), median / 2)
+    limit = median + max(8 * np.median(np.abs(values - median)), median / 2, least)
     excess = np.where(values > limit, values - median, 0.0)
     # The mean of the lost time: a second is mostly part of a stall of this size.
     usual_excess = (excess**2).sum() / max(excess.sum(), 1e-12)

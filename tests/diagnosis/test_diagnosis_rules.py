@@ -547,6 +547,43 @@ def test_stalls_are_found_beside_a_steady_cost(phase: str, steady: str, length: 
     assert other.share == pytest.approx(0.05 / step, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("other", "at", "seconds"),
+    [
+        # Large ones, twice as many, a stretch of slow loading, accumulated gradients.
+        ("backward", range(18, STEPS, 20), 3.0),
+        ("dataloader_next", range(3, STEPS, 6), 0.2),
+        ("dataloader_next", range(60, 100), 0.1),
+        ("optimizer_step", range(3, STEPS, 4), 0.1),
+    ],
+)
+def test_stalls_have_a_period_of_their_own(other: str, at: range, seconds: float) -> None:
+    """Every twelfth batch stalls in forward, whatever makes other batches long elsewhere."""
+    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases[range(5, STEPS, 12), CATEGORIES.index("forward")] += 0.4
+    phases[at, CATEGORIES.index(other)] += seconds
+    windows = phases.reshape(WINDOWS, BATCHES, -1).mean(axis=1)
+    per_batch = {name: windows[:, n].tolist() for n, name in enumerate(CATEGORIES)}
+    calls = [
+        len([n for n in at if n // BATCHES == each]) if other == "optimizer_step" else BATCHES
+        for each in range(WINDOWS)
+    ]
+    named = [(BATCHES * per_batch[other][n], calls[n]) for n in range(WINDOWS)]
+    name = FETCHES.name if other == "dataloader_next" else other
+    signals = signals_of(
+        per_batch, named={Action("train", other, name): named}, steps=phases.sum(axis=1),
+        phases=phases,
+    )  # fmt: skip
+    found = diagnose(signals).verdicts
+    (stall,) = (v for v in found if v.code == "periodic-stall" and v.phase == "forward")
+    assert stall.evidence["period_batches"] == 12
+    assert stall.evidence["seconds_per_stall"] == pytest.approx(0.4, rel=0.05)
+    assert stall.share == pytest.approx(0.4 / 12 * STEPS / phases.sum(), rel=0.05)
+    lost = sum(v.share for v in found if v.phase == other)
+    if other != "optimizer_step":  # it is work of each fourth batch
+        assert lost == pytest.approx(len(at) * seconds / phases.sum(), rel=0.06)
+
+
 def test_a_callback_that_works_at_times_is_no_stall_beside_another_one() -> None:
     """Each callback has its seconds, which are not those of forward as well."""
     at = range(0, STEPS, 5)
@@ -1788,7 +1825,8 @@ def test_stalls_are_found_among_larger_batches() -> None:
     seconds = steps(*larger, *stalled, extra=0.4)
     work = np.where(np.isin(np.arange(STEPS), larger), 8.0, 1.0)
     signals = replace(signals_of({**FINE, "forward": 0.04}, steps=seconds), flops=work)
-    assert signals.stalls[0].positions.tolist() == [*stalled]
+    (found,) = (each for each in signals.stalls if len(each.stalls.positions))
+    assert found.stalls.positions.tolist() == [*stalled]
 
 
 @pytest.mark.parametrize(

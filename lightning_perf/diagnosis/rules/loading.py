@@ -74,8 +74,8 @@ def _passed(
     workers = 0 if loader is None else loader.num_workers
     begin, end = signals.windows[windows[0]].first.batch, signals.windows[windows[-1]].last.batch
     margin = float(signals.counts[windows[0]])
-    if signals.series is not None:
-        found = signals.stalls[0].positions + signals.dropped + start
+    if signals.series is not None and signals.loading_stalls is not None:
+        found = signals.loading_stalls.stalls.positions + signals.dropped + start
         found = found[(begin - margin <= found) & (found < end + margin)]
         parts = np.split(found, np.flatnonzero(np.diff(found) > 2 * max(workers, 1)) + 1)
         if len(longest := max(parts, key=len)):  # others are stalls
@@ -105,11 +105,9 @@ def _passed(
 
 def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
     """Batches are not ready when training needs them, except stalls of single batches."""
-    stalls, excess = signals.stalls
-    waits, step = signals.waits, signals.step_seconds
-    single = len(stalls.positions) and signals.series is None
-    if single:
-        waits = np.maximum(waits - excess.get("dataloader_next", 0.0), 0.0)
+    waits, step, stalled = signals.waits, signals.step_seconds, signals.loading_stalls
+    if stalled is not None and stalled.category and signals.series is None:
+        waits = np.maximum(waits - stalled.excess, 0.0)
     drawing, loader = signals.drawn * waits, signals.setup.loader
     waits = waits - drawing
     slow = stats.slow(waits, signals.counts, LEAST, ratio=3.0)

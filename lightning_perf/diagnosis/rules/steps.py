@@ -19,6 +19,7 @@ from lightning_perf.diagnosis.signals import (
     SQUARES,
     Series,
     Signals,
+    Stalled,
     Unknown,
     least_work,
 )
@@ -157,19 +158,20 @@ def gc_pauses(signals: Signals, named: float) -> Iterable[Impact]:
 
 
 def periodic_stall(signals: Signals, fewest: int, alike: float) -> Iterable[Impact]:
-    """Some batches take many times as long as the others, and no named event explains it.
+    """Some batches take many times as long as others in a category, and no named event explains it.
 
     They are further optimizer steps if the numbers of both differ by a share ``alike`` at most.
     """
-    stalls, excess = signals.stalls
+    for each in signals.stalls:
+        if len(each.stalls.positions) >= fewest and signals.series_of(each) is None:
+            yield _stall(signals, each, alike)
+
+
+def _stall(signals: Signals, stalled: Stalled, alike: float) -> Impact:
+    """The impact of stalls in one category."""
+    phase, stalls, excess = stalled
     count = len(stalls.positions)
-    if count < fewest or signals.series is not None:
-        return
-    total = sum(excess.values(), signals.nothing)
-    first = max(excess, key=lambda name: float(excess[name].sum()))
-    phase = first if excess[first].sum() > 0.5 * total.sum() else ""
-    within = {} if "" in excess else excess
-    per_stall = float(total.sum() / count)
+    per_stall = float(excess.sum() / count)
     evidence = without_none(
         stalls=float(count), seconds_per_stall=per_stall, period_batches=stalls.period
     )
@@ -178,11 +180,10 @@ def periodic_stall(signals: Signals, fewest: int, alike: float) -> Iterable[Impa
             f"Every {stalls.period:.0f} batches one has a further {more}, which takes "
             f"{duration(per_stall)}: this is the module's own work, in manual optimization."
         )
-        yield Impact(
-            total, float(count), None, phase or None, evidence=evidence, advice=advice,
-            on_host=False, highest="info", within=within,
+        return Impact(
+            excess, float(count), None, phase or None, evidence=evidence, advice=advice,
+            on_host=False, highest="info",
         )  # fmt: skip
-        return
     where = f", in {phase}" if phase else ""
     period, look = f"{stalls.period or 0:.0f}", "Look for work that is done at this interval"
     shown = f'PyTorch(schedule="at 100ba for {period}ba") records one of them.'
@@ -195,10 +196,9 @@ def periodic_stall(signals: Signals, fewest: int, alike: float) -> Iterable[Impa
     )
     if phase == "dataloader_next":
         advice += " DataLoader workers with a higher prefetch_factor load such batches ahead."
-    yield Impact(
-        total, float(count), None, phase or None, evidence=evidence, advice=advice, on_host=False,
-        within=within,
-    )  # fmt: skip
+    return Impact(
+        excess, float(count), None, phase or None, evidence=evidence, advice=advice, on_host=False
+    )
 
 
 def _further_steps(signals: Signals, stalls: int, alike: float) -> str:
