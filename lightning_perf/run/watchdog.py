@@ -69,7 +69,8 @@ _HISTORY = 100
 _KEPT = 10
 #: Seconds that an abort waits for files and for uploads, and between two looks meanwhile.
 _FLUSH, _SHORT = 30.0, 0.05
-#: Microseconds within which all ranks end that are aborted.
+#: Microseconds for which a rank that is aborted holds the GIL, so that it handles no error that the
+#: end of another rank causes.
 _TOGETHER = 200_000
 #: Spans that may take long without a sign of life, besides checkpoints.
 _SLOW = ("iter", "first fetch", "Trainer.epoch_values", COUNTING)

@@ -40,8 +40,8 @@ class Timer:
 
     def __init__(self, action: Action, number: int) -> None:
         self.action = action
-        #: Another one for each timer of a clock; its remainder is the position of the category, in
-        #: the view of training.
+        #: Unique within a clock. Modulo the number of categories, it is the position of the timer's
+        #: category, in the view of training.
         self.number = number * len(CATEGORIES) + CATEGORIES.index(action.category_in("train"))
         self.seconds = 0.0
         self.calls = 0
@@ -260,7 +260,7 @@ class Clock:
         """Return the timer of an action in the current stage; create it if needed."""
         action = Action(self.stage, category, name)
         if (known := self._timers.get(action)) is not None:
-            return known  # numbers are few: arrays are as long as the largest
+            return known  # uses no number: sums are in arrays as long as the largest number
         return self._timers.setdefault(action, Timer(action, next(self._numbers)))
 
     def begin(self, stage: str) -> None:

@@ -234,7 +234,7 @@ def slowdown(
     before, after, stretches = change.before, change.after, change.stretches
     continues = len(stretches) == 1 and not change.over
     at, size = measured + signals.dropped, len(signals.windows)  # of this process
-    windows = np.searchsorted(np.cumsum(signals.counts), at, side="right").clip(0, size - 1)
+    windows = signals.windows_of(measured)
     excess = np.minimum(steps[measured] - before, after)
     lost = np.maximum(np.bincount(windows, change.counted * excess, size), 0.0)
     # Which batches are slow, and the part of each window.
