@@ -53,6 +53,8 @@ FULL = 90.0
 _RARE = 0.9
 #: Steps of the optimizer per stall, up to which the steps are the stalls.
 _STEPS_PER_STALL = 2
+#: The number of batches among which a stall is far longer than most.
+_BESIDE = 20
 #: If more than this share of stalls follow another one at once, they are slow batches in series.
 _IN_SERIES = 0.8
 #: If waiting for batches may be this share of the time of stalls, they are stalls of workers.
@@ -471,15 +473,19 @@ class Signals:
             longer = steps / np.nanmedian(steps)
             more = self.flops / max(float(np.nanmedian(self.flops)), 1.0)
             steps = np.where((longer > 1) & (more >= least_work(longer)), np.nan, steps)
-        whole, least = stats.stalls(steps), 0.5 * float(np.nanmedian(steps))
-        columns = enumerate(CATEGORIES) if len(self.phases) else ()
+        least, columns = 0.5 * float(np.nanmedian(steps)), enumerate(CATEGORIES)
         found = {
-            name: stats.stalls(np.where(np.isnan(steps), np.nan, self.phases[:, at]), least)
-            for at, name in columns
+            name: stats.stalls(
+                # Series of slow loading are searched elsewhere.
+                np.where(np.isnan(steps), np.nan, self.phases[:, at]), least,
+                0 if name == "dataloader_next" else _BESIDE,
+            )
+            for at, name in (columns if len(self.phases) else ())
             if name in IN_BATCHES
-        }
+        }  # fmt: skip
+        whole = stats.stalls(steps, beside=_BESIDE if found else 0)
         if sum(each.excess.sum() for each in found.values()) < 0.5 * whole.excess.sum():
-            return [self._stalled("", whole)]  # a GPU's, or in many parts
+            return [self._stalled("", stats.stalls(steps))]  # a GPU's, or in many parts
         return [self._stalled(name, each) for name, each in found.items() if name not in NAMED]
 
     def _stalled(self, category: str, stalls: stats.Stalls) -> Stalled:

@@ -254,16 +254,17 @@ class Stalls(NamedTuple):
 
     #: Their positions.
     positions: NDArray[np.int64]
-    #: How far each is above the median.
+    #: How far each is above the usual value.
     excess: Numbers
     #: The usual distance between two stalls; None if it is irregular.
     period: float | None
 
 
-def stalls(values: Numbers, least: float = 0.0) -> Stalls:
+def stalls(values: Numbers, least: float = 0.0, beside: int = 0) -> Stalls:
     """Values above the median by more than 8 times the median deviation, by half of it, and least.
 
-    Those that are small beside the others are left out, and NaN.
+    Those that are small beside the others are left out, and NaN. With ``beside``, values are above
+    those of so many beside them as well: a stretch of long ones has no stall, but may contain some.
 
     Example:
         >>> values = np.where(np.arange(100) % 20 == 7, 5.0, 1.0)
@@ -277,7 +278,8 @@ def stalls(values: Numbers, least: float = 0.0) -> Stalls:
     values = values[known]
     median = np.median(values)
     limit = median + max(8 * np.median(np.abs(values - median)), median / 2, least)
-    excess = np.where(values > limit, values - median, 0.0)
+    level = np.maximum(_levels(values, beside), median) if beside else median
+    excess = np.where(values > limit - median + level, values - level, 0.0)
     # The mean of the lost time: a second is mostly part of a stall of this size.
     usual_excess = (excess**2).sum() / max(excess.sum(), 1e-12)
     index = np.flatnonzero(excess > _SMALL * usual_excess)
@@ -287,3 +289,15 @@ def stalls(values: Numbers, least: float = 0.0) -> Stalls:
     regular = usual > 1 and np.median(np.abs(gaps - usual)) <= 0.2 * usual
     period = float(np.median(np.diff(known[index]))) if regular else None
     return Stalls(known[index], excess[index], period)
+
+
+def _levels(values: Numbers, size: int) -> Numbers:
+    """The medians of blocks of values, at each value the highest of its block and its neighbours.
+
+    A stretch of high values may begin anywhere within a block.
+    """
+    count = max(len(values) // size, 1)
+    medians = np.median(values[: count * size].reshape(count, -1), axis=1)
+    near = np.pad(medians, 1, mode="edge")
+    highest = np.maximum(medians, np.maximum(near[:-2], near[2:]))
+    return np.pad(np.repeat(highest, size), (0, size), mode="edge")[: len(values)]
