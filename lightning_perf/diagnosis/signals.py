@@ -14,7 +14,7 @@ from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,6 +31,19 @@ RUNNING = Action(QUEUE, "", "running")
 COMPUTE = ("forward", "backward", "optimizer_step")
 #: Categories of the time of batches. Nested validation is between them.
 IN_BATCHES = tuple(name for name in CATEGORIES if name != "validation")
+#: The name of the parts of categories in which ranks wait for one another, and their columns: the
+#: whole wait, and what of it is the exchange itself.
+WAITS = "waits"
+_WAITS = {
+    "other": ("waits/start", "waits/start"),
+    "forward": ("waits/forward", "waits/forward"),
+    "backward": ("waits/backward", "waits/exchange"),
+}
+#: The same by the GPU's clock.
+_DEVICE_WAITS = {
+    "other": ("waits/device/start", "waits/device/start"),
+    "backward": ("waits/device/backward", "waits/exchange"),
+}
 #: Categories in which long batches have rules of their own.
 NAMED = ("callbacks", "logging", "checkpoint")
 #: Windows, as calls, in which one of our own profilers recorded.
@@ -219,6 +232,42 @@ class Signals:
         """Seconds of a category that all ranks spend: a rank that spends more is a straggler."""
         least = [window.least(f"timings/{name}") for window in self.windows]
         return np.minimum(self.category(name), least)
+
+    @cached_property
+    def on_device(self) -> bool:
+        """Whether ranks wait by the GPU's clock: the host may do anything meanwhile."""
+        return bool(self.windows) and "waits/device/backward" in self.windows[0].columns
+
+    @cached_property
+    def mutual(self) -> dict[str, Numbers]:
+        """Seconds in each window that ranks wait for one another, by category, mean over ranks.
+
+        Without the exchange of values itself. Empty if they are not measured.
+        """
+        if not self.windows or "waits/exchange" not in self.windows[0].columns:
+            return {}
+        names = _DEVICE_WAITS if self.on_device else _WAITS
+        waits = {
+            category: np.array([each.mean(wait) - each.least(least) for each in self.windows])
+            for category, (wait, least) in names.items()
+        }
+        return {category: np.maximum(seconds, 0.0) for category, seconds in waits.items()}
+
+    def lost(self, within: Mapping[str, Numbers]) -> dict[str, Numbers]:
+        """What all ranks lose by seconds of this one's actions, by category, mean over ranks.
+
+        While it does what others do not, these wait for it. In collectives of metrics
+        ranks wait as well: the last one least.
+        """
+        lost, waits = {}, self.nothing
+        for name, seconds in within.items():
+            if name == "reduce_metrics":
+                lost[name] = np.minimum(seconds, self.shared(name))
+                continue
+            own = np.array([window.own(f"timings/{name}") for window in self.windows])
+            lost[name] = np.minimum(self.spent[name] / np.maximum(own, 1e-12), 1.0) * seconds
+            waits = waits + seconds - lost[name]
+        return lost if self.on_device else lost | {WAITS: waits}
 
     def column(self, name: str) -> Numbers | None:
         """A column's sum over ranks in each window; None if there is no such column."""

@@ -584,6 +584,41 @@ def test_stalls_have_a_period_of_their_own(other: str, at: range, seconds: float
         assert lost == pytest.approx(len(at) * seconds / phases.sum(), rel=0.06)
 
 
+def test_a_stretch_of_slow_batches_has_no_stalls_but_may_contain_some() -> None:
+    """Both are in forward, and each verdict has its own seconds: 4 s of stalls, 3 s of stretch."""
+    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (400, 1))
+    phases[100:160, CATEGORIES.index("forward")] += 0.05
+    phases[19::20, CATEGORIES.index("forward")] += 0.2
+    windows = phases.reshape(40, BATCHES, -1).mean(axis=1)
+    per_batch = {name: windows[:, n].tolist() for n, name in enumerate(CATEGORIES)}
+    signals = signals_of(per_batch, windows=40, steps=phases.sum(axis=1), phases=phases)
+    found = {v.code: v for v in diagnose(signals).verdicts if v.severity != "info"}
+    assert {code: v.phase for code, v in found.items()} == {
+        "periodic-stall": "forward", "slowdown": "forward",
+    }  # fmt: skip
+    assert found["periodic-stall"].evidence["stalls"] == 20
+    assert found["periodic-stall"].share == pytest.approx(4 / phases.sum(), rel=0.05)
+    assert found["slowdown"].share == pytest.approx(3 / phases.sum(), rel=0.1)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_files_of_one_checkpoint_count_as_one(at_end: bool) -> None:
+    """With save_last=True each is written twice, also if the last one follows the last batch."""
+    saved = range(19, STEPS - 20 * at_end, 20)
+    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases[:, CATEGORIES.index("checkpoint")] = 1e-5  # of hooks that write nothing
+    phases[saved, CATEGORIES.index("checkpoint")] = 0.4
+    writing = Action("train", "checkpoint", "checkpoint writing (Saver.on_train_batch_end)")
+    signals = signals_of(
+        {**FINE, "checkpoint": window(1, 3, 5, 7, 9, 11, seconds=0.4)},
+        named={writing: [(0.4, 2) if n % 2 else (0.0, 0) for n in range(WINDOWS)]},
+        steps=phases.sum(axis=1), phases=phases,
+    )  # fmt: skip
+    (impact,) = FIND["checkpoint-bound"](signals)
+    assert impact.evidence["batches_between"] == 20
+    assert impact.evidence["seconds_per_checkpoint"] == pytest.approx(0.4)
+
+
 def test_a_callback_that_works_at_times_is_no_stall_beside_another_one() -> None:
     """Each callback has its seconds, which are not those of forward as well."""
     at = range(0, STEPS, 5)

@@ -7,12 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.signals import FINE, WINDOWS, every, sampled, signals_of, signals_of_ranks
+from helpers.signals import (
+    FINE,
+    WINDOWS,
+    every,
+    sampled,
+    signals_of,
+    signals_of_ranks,
+    with_costs,
+)
 
 from lightning_perf.diagnosis import diagnose
 from lightning_perf.diagnosis.report import evidence_text
 from lightning_perf.diagnosis.signals import Loader, Setup, Signals
-from lightning_perf.timing.totals import Action
+from lightning_perf.timing.totals import Action, Cost
 
 GPU = Setup(device="cuda", cpus=8, loader=Loader(num_workers=4, batch_size=16))
 GB = 1e9
@@ -221,6 +229,30 @@ def test_a_rank_delayed_once_by_other_programs_is_not_a_straggler(
     signals = Signals([*usual[:5], once[0]], setup=Setup(world_size=4, cpus=2))
     found = {each.code: each.severity for each in diagnose(signals).verdicts}
     assert found["straggler"] == severity
+
+
+@pytest.mark.parametrize("others", [0.0, 2.0])
+def test_what_ranks_wait_for_a_callback_of_rank_0_is_the_callbacks(others: float) -> None:
+    """It takes 4 s of 15 on rank 0 alone, whatever another callback takes on all ranks."""
+    own = {**dict.fromkeys(range(4), others), 0: others + 4.0}
+    signals = signals_of_ranks({"callbacks": own}, dict.fromkeys((1, 2, 3), 4.0))
+    other = Action("train", "callbacks", "Other.on_train_batch_end")
+    mine = Action("train", "callbacks", "Plots.on_train_batch_end")
+    costs = {mine: Cost(4.0, 10), other: Cost(1.0 + others, 10)}
+    found = diagnose(with_costs(signals, [costs] * 6)).verdicts
+    shares = {v.culprit: v.share for v in found if v.severity != "info"}
+    total = 15.0 + others
+    assert shares == {
+        mine.name: pytest.approx(4 / total), other.name: pytest.approx((1 + others) / total),
+    }  # fmt: skip
+
+
+def test_validation_that_is_slow_on_one_rank_is_the_stragglers() -> None:
+    """The others wait 9 s for it: validation on all ranks takes 1 s of 20."""
+    signals = signals_of_ranks({"validation": {2: 9.0}}, dict.fromkeys((0, 1, 3), 9.0))
+    (found,) = [v for v in diagnose(signals).verdicts if v.severity != "info"]
+    assert (found.code, found.rank, found.phase) == ("straggler", 2, "validation")
+    assert found.share == pytest.approx(9 / 20)
 
 
 @pytest.mark.parametrize("category", ["dataloader_next", "to_device", "forward"])

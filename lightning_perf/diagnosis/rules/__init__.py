@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from lightning_perf.diagnosis.signals import FETCH, IN_BATCHES
+from lightning_perf.diagnosis.signals import FETCH, WAITS
 from lightning_perf.diagnosis.stats import lower_share
 from lightning_perf.units import duration
 
@@ -184,9 +184,13 @@ class Unclaimed:
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         self._seconds = dict(signals.spent)
+        if not signals.on_device:
+            waits = {n: np.minimum(w, signals.spent[n]) for n, w in signals.mutual.items()}
+            self._seconds |= {n: signals.spent[n] - each for n, each in waits.items()}
+            self._seconds[WAITS] = sum(waits.values(), signals.nothing)
         # The part of each category in which the training thread waited for a CPU, if that has a
         # verdict.
-        self._waited = dict.fromkeys(signals.spent, signals.nothing)
+        self._waited = dict.fromkeys(self._seconds, signals.nothing)
         self._share = 1.0
 
     def part(self, impact: Impact) -> dict[str, Numbers]:
@@ -194,7 +198,7 @@ class Unclaimed:
         within = {impact.phase or "": impact.seconds} if impact.within is None else impact.within
         if within and within.keys() <= self._seconds.keys():
             return {name: np.minimum(part, self._seconds[name]) for name, part in within.items()}
-        left = {n: e for n, e in self._seconds.items() if n in IN_BATCHES or not impact.contended}
+        left = {n: e for n, e in self._seconds.items() if n != "validation" or not impact.contended}
         total = sum(left.values(), self._signals.nothing)
         fraction = np.minimum(impact.seconds / np.maximum(total, 1e-12), 1.0)
         return {name: fraction * seconds for name, seconds in left.items()}
@@ -227,7 +231,7 @@ class Unclaimed:
                 self._signals.nothing,
             )
             waited = np.minimum(claim.seconds / np.maximum(awake, 1e-12), 1.0)
-            self._waited = {name: (1 - part) * waited for name, part in asleep.items()}
+            self._waited |= {name: (1 - part) * waited for name, part in asleep.items()}
         self._share -= claim.share
 
     def limited(self, verdict: Verdict) -> Verdict:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, STRATEGY
+from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
 #: Methods of loggers that Lightning calls at this interval.
 _AT_INTERVALS = (".log_metrics", ".save")
+#: The part of the time for a file from which on a batch writes one.
+_WRITES = 0.1
 #: Methods of a class in a text.
 _LISTED = 5
 #: Lightning's own progress bars, which have a refresh rate.
@@ -76,9 +80,7 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         rows = sorted(costs, key=costs.__getitem__, reverse=True)
         slowest, total = rows[0], sum(costs.values())
         rows = rows[:1] if costs[slowest] >= named * total else rows
-        within = signals.within(rows)
-        if _METRICS in within:  # the rank that is late waits least for the others
-            within[_METRICS] = np.minimum(within[_METRICS], signals.shared(_METRICS))
+        within = signals.lost(signals.within(rows))
         seconds = sum(within.values(), signals.nothing)
         calls = max(float(signals.steady(signals.actions[slowest].calls).sum()), 1.0)
         culprit = slowest.name
@@ -166,7 +168,8 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     if not writes:
         return
     seconds = signals.category("checkpoint")
-    saves = max(float(signals.total(writes).calls.sum()), 1.0)
+    files = max(float(signals.total(writes).calls.sum()), 1.0)
+    saves = _saves(signals, files, float(signals.total(writes).seconds.sum()) / files)
     per_checkpoint = float(seconds.sum() / saves)
     interval = signals.batches / saves
     times = max(min(signals.share(seconds) / aim, saves / left), 2)
@@ -187,9 +190,24 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     )  # fmt: skip
 
 
+def _saves(signals: Signals, files: float, seconds: float) -> float:
+    """How often checkpoints are written, given the number of their files, and seconds for each.
+
+    With ``save_last=True`` or two callbacks several are written at once.
+    """
+    if not len(signals.phases):
+        return files
+    # Hooks that write nothing take some time, too.
+    writes = signals.phases[:, CATEGORIES.index("checkpoint")] > _WRITES * seconds
+    batches = np.count_nonzero(writes)
+    seen = batches * signals.batches / len(signals.phases)
+    # The last ones may be written after the last batch.
+    return min(max(files / ceil(files / (seen + 1)), seen), files)
+
+
 def validation_bound(signals: Signals) -> Iterable[Impact]:
     """Validation takes long; the culprit is its largest part."""
-    seconds = signals.category("validation")
+    seconds = signals.shared("validation")
     if not seconds.any():
         return
     # Checkpoints that are written meanwhile are apart.

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
-from lightning_perf.diagnosis.signals import STRATEGY, Unknown
+from lightning_perf.diagnosis.signals import STRATEGY, WAITS, Unknown
+from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import counted, duration, rounded
 
 if TYPE_CHECKING:
@@ -250,11 +251,6 @@ def _windows(signals: Signals) -> Sequence[Window]:
     return signals.windows
 
 
-def _on_device(windows: Sequence[Window]) -> bool:
-    """Whether ranks wait by the GPU's clock: the host may do anything meanwhile."""
-    return "waits/device/backward" in windows[0].columns
-
-
 def _taken(signals: Signals) -> float:
     """The share of the CPUs that other programs take from ranks that compute on them."""
     return 1 - signals.cpus_left if signals.setup.device == "cpu" else 0.0
@@ -270,9 +266,7 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     if not windows:
         return None, signals.nothing
     late = straggler_of([work_of(each) for each in windows[signals.start :] if each.batches], least)
-    column = "waits/device/backward" if _on_device(windows) else "waits/backward"
-    waits = [each.mean(column) - each.least("waits/exchange") for each in windows]
-    mutual = np.maximum(waits, 0.0)
+    mutual = sum(signals.mutual.values(), signals.nothing)
     if late is None:
         return None, mutual
     explained = (1 - 1 / windows[0].world_size) * late.share
@@ -300,14 +294,14 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
         wait, queue = signals.per_batch(seconds), signals.per_batch(signals.waiting)
         certain = max(1 - taken * (_TIME_SLICE + queue) / max(wait, 1e-12), 0.0)
         advice = (
-            f"Ranks wait {duration(wait)} per batch for one another's gradients, and no rank is "
-            "late most of the time. Look for batches that take longer on one rank than on the "
+            f"Ranks wait {duration(wait)} per batch for one another, and no rank is late most of "
+            "the time. Look for batches that take longer on one rank than on the "
             "others: give all ranks samples of similar length at the same time. Otherwise, other "
             "programs or the network delay them at random."
         )
         yield Impact(
             seconds, phase="backward", evidence={"slow_in": "changing ranks"}, advice=advice,
-            on_host=False, certain=certain, within={} if _on_device(signals.windows) else None,
+            on_host=False, certain=certain, within={} if signals.on_device else {WAITS: seconds},
         )  # fmt: skip
         return
     if late.seconds < LEAST:
@@ -325,8 +319,22 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     )
     yield Impact(
         seconds, 1.0, who, late.phase, late.rank, evidence, advice, on_host=False,
-        certain=1.0 if late.chronic else 1 - taken, inferred=True, within={},
+        certain=1.0 if late.chronic else 1 - taken, inferred=True,
+        within={} if signals.on_device else _apart(signals, seconds),
     )  # fmt: skip
+
+
+def _apart(signals: Signals, seconds: Numbers) -> dict[str, Numbers]:
+    """The seconds by category that ranks lose by one: its own work, and that others wait for it."""
+    own = {
+        name: np.maximum(signals.category(name) - signals.shared(name), 0.0)
+        for name in CATEGORIES
+        if name != "reduce_metrics"
+    }
+    own |= {name: np.maximum(own[name] - waits, 0.0) for name, waits in signals.mutual.items()}
+    part = seconds / signals.windows[0].world_size
+    ratio = part / np.maximum(sum(own.values(), signals.nothing), 1e-12)
+    return {name: ratio * each for name, each in own.items()} | {WAITS: seconds - part}
 
 
 def communication_bound(signals: Signals) -> Iterable[Impact]:
