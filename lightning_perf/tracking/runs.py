@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+#: MLflow's own folders, which contain copies: of a client, and of a server's artifacts.
+_COPIES = ("mlruns", "mlartifacts")
 #: Levels of folders below the current one that are searched for runs.
 _DEPTH = 4
 #: The most runs of a name that are counted.
@@ -172,8 +174,7 @@ def summaries_below(
     root: Path, levels: int, unreadable: list[SummaryError] | None = None
 ) -> Iterator[tuple[Path, Summary]]:
     """The summaries of each folder below another one, with their files; the latest last."""
-    # MLflow's own folders contain copies.
-    for folder, files in walked(root, levels, lambda name: name[0] != "." and name != "mlruns"):
+    for folder, files in walked(root, levels, lambda name: name[0] != "." and name not in _COPIES):
         if any(map(SUMMARIES.fullmatch, files)):
             yield from summaries_in(folder, unreadable=unreadable)
 

@@ -379,6 +379,7 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: Any) -> None:
     leave("lives", 0.0, "running", process=here, hangs=HUNG)
     leave("old", 100.0)
     leave("mlruns/copy")
+    leave("mlartifacts/copy")
     found = shown(capsys, str(tmp_path))
     assert [*found][:3] == ["silent", "restarts", "slow"]
     assert found.keys() == {"silent", "restarts", "slow", "killed", "lives", "old"}
