@@ -228,6 +228,10 @@ class Signals:
             seconds = seconds - self.total(rows).seconds
         return np.maximum(seconds, 0.0)
 
+    def own(self, name: str) -> Numbers:
+        """Seconds of a category in each window on this rank."""
+        return np.array([window.own(f"timings/{name}") for window in self.windows])
+
     def shared(self, name: str) -> Numbers:
         """Seconds of a category that all ranks spend: a rank that spends more is a straggler."""
         least = [window.least(f"timings/{name}") for window in self.windows]
@@ -264,8 +268,8 @@ class Signals:
             if name == "reduce_metrics":
                 lost[name] = np.minimum(seconds, self.shared(name))
                 continue
-            own = np.array([window.own(f"timings/{name}") for window in self.windows])
-            lost[name] = np.minimum(self.spent[name] / np.maximum(own, 1e-12), 1.0) * seconds
+            part = self.spent[name] / np.maximum(self.own(name), 1e-12)
+            lost[name] = np.minimum(part, 1.0) * seconds
             waits = waits + seconds - lost[name]
         return lost if self.on_device else lost | {WAITS: waits}
 

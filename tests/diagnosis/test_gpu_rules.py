@@ -247,8 +247,19 @@ def test_what_ranks_wait_for_a_callback_of_rank_0_is_the_callbacks(others: float
     }  # fmt: skip
 
 
+def test_a_callback_in_validation_on_rank_0_is_validations() -> None:
+    """It takes 4 s of 16 there, for which the others wait, beside 1 s of validation on all."""
+    own = {**dict.fromkeys(range(4), 1.0), 0: 5.0}
+    signals = signals_of_ranks({"validation": own}, dict.fromkeys((1, 2, 3), 4.0))
+    plots = Action("validate", "callbacks", "Plots.on_validation_end")
+    found = diagnose(with_costs(signals, [{plots: Cost(4.0, 1)}] * 6)).verdicts
+    (verdict,) = [v for v in found if v.severity != "info"]
+    assert (verdict.code, verdict.culprit) == ("validation-bound", plots.name)
+    assert verdict.share == pytest.approx(5 / 16)
+
+
 def test_validation_that_is_slow_on_one_rank_is_the_stragglers() -> None:
-    """The others wait 9 s for it: validation on all ranks takes 1 s of 20."""
+    """The others wait 9 s of 20 for it."""
     signals = signals_of_ranks({"validation": {2: 9.0}}, dict.fromkeys((0, 1, 3), 9.0))
     (found,) = [v for v in diagnose(signals).verdicts if v.severity != "info"]
     assert (found.code, found.rank, found.phase) == ("straggler", 2, "validation")

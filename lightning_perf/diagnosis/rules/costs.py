@@ -208,8 +208,9 @@ def _saves(signals: Signals, files: float, seconds: float) -> float:
 def validation_bound(signals: Signals) -> Iterable[Impact]:
     """Validation takes long; the culprit is its largest part."""
     seconds = signals.shared("validation")
-    if not seconds.any():
+    if not signals.spent["validation"].any():
         return
+    within = {"validation": seconds}
     # Checkpoints that are written meanwhile are apart.
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
     costs = {name: float(seconds.sum()) for name, seconds in signals.within(rows).items()}
@@ -234,9 +235,13 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
             f"{culprit} takes {duration(signals.seconds(slowest) / max(calls, 1.0))} per call in "
             f"validation: do its work less often. {advice}"
         )
+        # What it takes on this rank alone, others wait for.
+        longer = signals.own("validation") - seconds
+        seconds += np.clip(signals.actions[slowest].seconds, 0.0, np.maximum(longer, 0.0))
+        within = signals.lost({"validation": seconds})
     yield Impact(  # too rare for a bootstrap
         seconds, 1.0, culprit, "validation", advice=advice, saves=0.5, whole_run=True,
-        on_host=False, evidence={
+        on_host=False, within=within, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
         },
     )  # fmt: skip
