@@ -96,6 +96,8 @@ class Loader:
     alone: bool = True
     #: Whether the dataset or what collates its items refers to the LightningModule.
     uses_module: bool = False
+    #: Batches that each worker loads ahead.
+    prefetch_factor: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,8 +578,12 @@ class Signals:
         waits = excess if stalled.category else np.minimum(self.waits, excess)
         loads = stalled.category in ("", "dataloader_next")
         waited = loads and waits.sum() >= _WAITED * excess.sum()
-        together = gaps <= (max(workers, 1) if waited else 1)
-        if not len(gaps) or np.mean(together) <= _IN_SERIES:
+        apart = most = 1
+        if waited and loader is not None and workers:
+            # After a pause of training, all that was loaded meanwhile is ready or begun.
+            apart, most = workers, workers * (2 + loader.prefetch_factor)
+        together = gaps <= apart
+        if not len(gaps) or np.median(gaps) > apart or np.mean(gaps <= most) <= _IN_SERIES:
             return None
         # Each of the series has as many batches after its last stall as between two of them.
         return float(stalls.excess.sum() / (np.mean(gaps[together]) * len(stalls.positions)))

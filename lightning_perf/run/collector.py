@@ -302,6 +302,7 @@ def _loader(loaders: Sequence[Any], context: Run | None = None) -> Loader | None
         sampler=compat.sampler_name(own.get("batch_sampler")),
         alone=len(loaders) == 1 and not own_code,
         uses_module=context is not None and _uses_module(own, context),
+        prefetch_factor=int(own.get("prefetch_factor") or 2),
     )
 
 

@@ -195,12 +195,11 @@ def _saves(signals: Signals, files: float, seconds: float) -> float:
 
     With ``save_last=True`` or two callbacks several are written at once.
     """
-    if not len(signals.phases):
-        return files
     # Hooks that write nothing take some time, too.
     writes = signals.phases[:, CATEGORIES.index("checkpoint")] > _WRITES * seconds
-    batches = np.count_nonzero(writes)
-    seen = batches * signals.batches / len(signals.phases)
+    if not writes.any():
+        return files
+    seen = float(np.mean(writes)) * signals.batches
     # The last ones may be written after the last batch.
     return min(max(files / ceil(files / (seen + 1)), seen), files)
 

@@ -30,8 +30,6 @@ _START = 0.04
 #: Measured on 2 CPUs: a batch of 7.0 ms then took 7.9, and 8.8 ms of loading 10.1 to 10.4 ms; two
 #: workers and a training thread used 85 and 88 % of the CPUs, as batches have an order.
 _ALL_BUSY, _CROWDED = 0.87, 0.74
-#: Batches that a worker loads ahead, by default.
-_AHEAD = 2
 _DRAWN = (
     "The sampler runs in the main process, where DataLoader workers do not hide it: make it "
     "faster, or let it iterate over indices that were prepared before."
@@ -347,8 +345,8 @@ def _ahead(signals: Signals) -> float:
     """Seconds per epoch in which samplers draw what workers load ahead, at its start."""
     seconds, calls = signals.total(signals.samplers)
     loader = signals.setup.loader
-    workers = 0 if loader is None else loader.num_workers
-    return float(_AHEAD * workers * seconds.sum() / max(calls.sum(), 1.0))
+    ahead = 0 if loader is None else loader.prefetch_factor * loader.num_workers
+    return float(ahead * seconds.sum() / max(calls.sum(), 1.0))
 
 
 def _without_workers(signals: Signals) -> str:

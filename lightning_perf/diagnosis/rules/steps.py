@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 #: Hooks that callbacks and modules run once before the first batch.
 _BEFORE = (".on_train_start", ".on_train_epoch_start")
+#: A few stalls count from these mean seconds on; how certain it is that they come again.
+_LONG, _AGAIN = 1.0, 0.05
 #: Categories below this share of a batch are too noisy to compare.
 _PART = 0.05
 #: Blocks of batches in which slow stretches are searched; the blocks and slow batches of one, the
@@ -160,11 +163,15 @@ def gc_pauses(signals: Signals, named: float) -> Iterable[Impact]:
 def periodic_stall(signals: Signals, fewest: int, alike: float) -> Iterable[Impact]:
     """Some batches take many times as long as others in a category, and no named event explains it.
 
-    They are further optimizer steps if the numbers of both differ by a share ``alike`` at most.
+    Fewer than ``fewest`` count if each takes seconds, and may not come again. They are further
+    optimizer steps if the numbers of both differ by a share ``alike`` at most.
     """
     for each in signals.stalls:
-        if len(each.stalls.positions) >= fewest and signals.series_of(each) is None:
+        count = len(each.stalls.positions)
+        if count >= fewest and signals.series_of(each) is None:
             yield _stall(signals, each, alike)
+        elif 0 < count < fewest and each.excess.sum() >= count * _LONG:
+            yield replace(_stall(signals, each, alike), certain=_AGAIN)
 
 
 def _stall(signals: Signals, stalled: Stalled, alike: float) -> Impact:
@@ -189,7 +196,8 @@ def _stall(signals: Signals, stalled: Stalled, alike: float) -> Impact:
     shown = f'PyTorch(schedule="at 100ba for {period}ba") records one of them.'
     often = f"every {period} batches"
     if stalls.period is None:
-        often, look = "at irregular intervals", "Look for other programs and slow storage"
+        often = {1: "once", 2: "twice"}.get(count, "at irregular intervals")
+        look = "Look for other programs and slow storage"
         shown = "PyTorch(schedule=OnSlowBatch()) records the batches after a slow one."
     advice = (
         f"A batch takes {duration(per_stall)} longer than usual {often}{where}. {look}; {shown}"
