@@ -224,7 +224,9 @@ def build(session: nox.Session) -> None:
 def ui(session: nox.Session) -> None:
     """Look at a run in MLflow's UI and at its pages with Chromium; renews docs/images."""
     _install(session, "tests", "ui", options=QUICKLY)
-    session.run("pytest", "tests/release/test_ui.py", *session.posargs, env=TEST_ENV)
+    # Selenium's trio warns when Hypothesis is imported, which its plugin does after the tests.
+    plugin = ("-p", "no:hypothesispytest")
+    session.run("pytest", *plugin, "tests/release/test_ui.py", *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)
