@@ -38,11 +38,13 @@ _WAITS = {
     "other": ("waits/start", "waits/start"),
     "forward": ("waits/forward", "waits/forward"),
     "backward": ("waits/backward", "waits/exchange"),
+    "reduce_metrics": ("timings/reduce_metrics", "timings/reduce_metrics"),
 }
 #: The same by the GPU's clock.
 _DEVICE_WAITS = {
     "other": ("waits/device/start", "waits/device/start"),
     "backward": ("waits/device/backward", "waits/exchange"),
+    "reduce_metrics": _WAITS["reduce_metrics"],
 }
 #: Categories in which long batches have rules of their own.
 NAMED = ("callbacks", "logging", "checkpoint")
@@ -230,10 +232,6 @@ class Signals:
             seconds = seconds - self.total(rows).seconds
         return np.maximum(seconds, 0.0)
 
-    def own(self, name: str) -> Numbers:
-        """Seconds of a category in each window on this rank."""
-        return np.array([window.own(f"timings/{name}") for window in self.windows])
-
     def shared(self, name: str) -> Numbers:
         """Seconds of a category that all ranks spend: a rank that spends more is a straggler."""
         least = [window.least(f"timings/{name}") for window in self.windows]
@@ -259,19 +257,27 @@ class Signals:
         }
         return {category: np.maximum(seconds, 0.0) for category, seconds in waits.items()}
 
+    def work(self, name: str) -> NDArray[np.float64]:
+        """Seconds of a category in each window on each rank, without waiting for other ranks."""
+        work = np.array([window[f"timings/{name}"] for window in self.windows])
+        if name in self.mutual and not self.on_device:
+            work -= [window[_WAITS[name][0]] for window in self.windows]
+        return work
+
     def lost(self, within: Mapping[str, Numbers]) -> dict[str, Numbers]:
         """What all ranks lose by seconds of this one's actions, by category, mean over ranks.
 
-        While it does what others do not, these wait for it. In collectives of metrics
-        ranks wait as well: the last one least.
+        While it does what others do not, these wait for it. In collectives of metrics ranks wait
+        as well: the last one least.
         """
         lost, waits = {}, self.nothing
         for name, seconds in within.items():
             if name == "reduce_metrics":
                 lost[name] = np.minimum(seconds, self.shared(name))
                 continue
-            part = self.spent[name] / np.maximum(self.own(name), 1e-12)
-            lost[name] = np.minimum(part, 1.0) * seconds
+            work = self.work(name)
+            own = work[:, self.windows[0].rank if len(work[0]) > 1 else 0]
+            lost[name] = np.minimum(work.mean(axis=1) / np.maximum(own, 1e-12), 1.0) * seconds
             waits = waits + seconds - lost[name]
         return lost if self.on_device else lost | {WAITS: waits}
 

@@ -16,6 +16,7 @@ from helpers.signals import (
     signals_of_ranks,
     with_costs,
 )
+from helpers.windows import ranks_window
 
 from lightning_perf.diagnosis import diagnose
 from lightning_perf.diagnosis.report import evidence_text
@@ -229,6 +230,40 @@ def test_a_rank_delayed_once_by_other_programs_is_not_a_straggler(
     signals = Signals([*usual[:5], once[0]], setup=Setup(world_size=4, cpus=2))
     found = {each.code: each.severity for each in diagnose(signals).verdicts}
     assert found["straggler"] == severity
+
+
+@pytest.mark.parametrize("waits", ["waits/start", "waits/forward", "waits/backward"])
+@pytest.mark.parametrize("category", ["other", "forward", "backward", "callbacks"])
+def test_ranks_wait_for_a_straggler_wherever_they_meet(category: str, waits: str) -> None:
+    """Rank 2 has 4 s more work, for which the others wait in the same category or another one."""
+    window = ranks_window(
+        4, {category: {2: 4.0}}, {waits: dict.fromkeys((0, 1, 3), 4.0)},
+        **{"waits/exchange": [0.0] * 4},
+    )  # fmt: skip
+    (found,) = [v for v in diagnose(Signals([window] * 6)).verdicts if v.severity != "info"]
+    assert (found.code, found.rank) == ("straggler", 2)
+    assert found.share == pytest.approx(4 / 15)
+
+
+def test_ranks_wait_for_a_straggler_in_collectives_of_metrics() -> None:
+    """With sync_dist=True in each step: 4 s of 15."""
+    waits = {"reduce_metrics": dict.fromkeys((0, 1, 3), 4.0)}
+    window = ranks_window(4, {"forward": {2: 4.0}} | waits, {}, **{"waits/exchange": [0.0] * 4})
+    (found,) = [v for v in diagnose(Signals([window] * 6)).verdicts if v.severity != "info"]
+    assert (found.code, found.rank, found.share) == ("straggler", 2, pytest.approx(4 / 15))
+
+
+def test_a_hook_of_the_module_on_rank_0_is_the_hooks() -> None:
+    """Others wait in the category that it is in: 4 s of 15."""
+    window = ranks_window(
+        4, {"other": {0: 4.0}}, {"waits/start": dict.fromkeys((1, 2, 3), 4.0)},
+        **{"waits/exchange": [0.0] * 4},
+    )  # fmt: skip
+    hook = Action("train", "other", "Net.on_train_batch_end")
+    found = diagnose(with_costs(Signals([window] * 6), [{hook: Cost(4.0, 10)}] * 6)).verdicts
+    assert {v.culprit: v.share for v in found if v.severity != "info"} == {
+        hook.name: pytest.approx(4 / 15)
+    }
 
 
 @pytest.mark.parametrize("others", [0.0, 2.0])

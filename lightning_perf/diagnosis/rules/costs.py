@@ -235,8 +235,8 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
             f"validation: do its work less often. {advice}"
         )
         # What it takes on this rank alone, others wait for.
-        longer = signals.own("validation") - seconds
-        seconds += np.clip(signals.actions[slowest].seconds, 0.0, np.maximum(longer, 0.0))
+        own = np.array([window.own("timings/validation") for window in signals.windows])
+        seconds += np.minimum(signals.actions[slowest].seconds, own - seconds)
         within = signals.lost({"validation": seconds})
     yield Impact(  # too rare for a bootstrap
         seconds, 1.0, culprit, "validation", advice=advice, saves=0.5, whole_run=True,

@@ -326,12 +326,8 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
 
 def _apart(signals: Signals, seconds: Numbers) -> dict[str, Numbers]:
     """The seconds by category that ranks lose by one: its own work, and that others wait for it."""
-    own = {
-        name: np.maximum(signals.category(name) - signals.shared(name), 0.0)
-        for name in CATEGORIES
-        if name != "reduce_metrics"
-    }
-    own |= {name: np.maximum(own[name] - waits, 0.0) for name, waits in signals.mutual.items()}
+    works = {name: signals.work(name) for name in CATEGORIES}
+    own = {name: work.mean(axis=1) - work.min(axis=1) for name, work in works.items()}
     part = seconds / signals.windows[0].world_size
     ratio = part / np.maximum(sum(own.values(), signals.nothing), 1e-12)
     return {name: ratio * each for name, each in own.items()} | {WAITS: seconds - part}
