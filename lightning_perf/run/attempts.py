@@ -206,14 +206,20 @@ class AttemptLog:
         run.file_worker.submit(partial(self._write, run, own), "the attempt")
         found = goodput([*self._earlier, own])
         self._note(run, own, found)
+        held, kept = self._of_run(own, found)
+        if held < found["held_seconds"]:
+            found |= {"run_held_seconds": held, "run_kept_seconds": kept}
         return found
 
+    def _of_run(self, own: Attempt, found: Mapping[str, Any]) -> tuple[float, float]:
+        """Seconds of this run, and those that were kept: its job may have several runs."""
+        return held_and_kept(found, [each for each in self._earlier if each.folder != own.folder])
+
     def _note(self, run: Trained, own: Attempt, found: Mapping[str, Any]) -> None:
-        """Tell MLflow what the attempts of this run of MLflow took; a job may have several."""
+        """Tell MLflow what the attempts of this run of MLflow took."""
         if run.reporting.tags is None or self._ended not in (None, own):
             return
-        others = [each for each in self._earlier if each.folder != own.folder]
-        held, kept = held_and_kept(found, others)
+        held, kept = self._of_run(own, found)
         content = {
             "attempt": own.name, "seen": own.seen, "held_seconds": held, "kept_seconds": kept,
             "goodput": found["share"], "process": this_process(),

@@ -137,7 +137,8 @@ def _of_summary(folder: Path, summary: Summary, seen: float, jobs: _Jobs) -> Fle
     stages = summary["stages"].values()
     seconds = sum((each.get("whole_run") or {}).get("seconds", 0.0) for each in stages)
     kept, status, patience = None, summary["status"], DEAD
-    job = jobs.get((folder, summary.get("goodput", {}).get("job", "")), {})
+    noted = summary.get("goodput", {})
+    job = jobs.get((folder, noted.get("job", "")), {})
     ordered = [job[name] for name in sorted(job)]
     while ordered and ordered[-1][0] != folder:  # another run repeated its steps: its waste
         ordered.pop()
@@ -147,6 +148,9 @@ def _of_summary(folder: Path, summary: Summary, seen: float, jobs: _Jobs) -> Fle
         seconds, kept = held_and_kept(goodput([each for _, each in ordered]), others)
         if status == RUNNING and last.seen > seen:
             seen, patience = min(last.seen, _now()), SILENT
+    elif "held_seconds" in noted:  # a copy of the summary alone, such as MLflow's
+        seconds = noted.get("run_held_seconds", noted["held_seconds"])
+        kept = noted.get("run_kept_seconds", noted.get("kept_seconds"))
     if status == RUNNING and is_alive(summary.get("process", {}), seen) is False:
         status = "killed"
     elif status.startswith("stopped"):

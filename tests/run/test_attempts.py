@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from lightning_perf import SpeedMonitor, Timings, always_on
 from lightning_perf.run import attempts, summary
 from lightning_perf.run.stages import Progress
 from lightning_perf.tracking import attempts as files
+from lightning_perf.tracking.fleet import in_folder
 from lightning_perf.tracking.page import report_page
 from lightning_perf.tracking.summary import read_summary, rows
 
@@ -362,6 +364,36 @@ def test_a_named_run_that_was_killed_is_continued(
     fit(tmp_path)
     assert trained(tmp_path / "job") == {"summary.json": 7}
     assert read_summary(tmp_path / "job" / "summary.json")["goodput"]["interruptions"] == 1
+
+
+def hours(folder: Path) -> dict[str, Any]:
+    """Device hours and wasted ones of the runs below a folder."""
+    found = in_folder(folder, 0.0, [])
+    return {
+        Path(each.place).name: pytest.approx((each.device_hours, each.wasted_hours), rel=0.01)
+        for each in found
+    }
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_summary_without_attempts_has_the_hours_of_its_run(
+    killed: bool, tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As among MLflow's artifacts: of killed attempts, too, and not of other runs of its job."""
+    runs, copies = tmp_path / "runs", tmp_path / "copies"
+    if killed:
+        monkeypatch.setenv("LIGHTNING_PERF_RUN", "job")
+        fork_server.run(tmp_path, killed_job, runs)
+        fit(runs)
+    else:
+        checkpoint = fit(runs)
+        fit(runs, checkpoint=checkpoint, steps=12)
+    for path in runs.rglob("summary.json"):
+        (copies / path.parent.name).mkdir(parents=True)
+        shutil.copy(path, copies / path.parent.name)
+    found = {run: each.expected for run, each in hours(runs).items()}
+    assert len(found) == 1 + (not killed)
+    assert found == hours(copies)
 
 
 def test_a_run_of_mlflow_is_one_job(tmp_path: Path, mlflow_database: str) -> None:
