@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 from functools import cached_property, partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,9 @@ class Run:
         #: The clock in hertz at which the device's peak holds, if it is known.
         self.peak_clock = self.meter.peaks.clock
         self._started = monotonic()
+        now = datetime.now(UTC)  # noqa: TID251 (as people read it)
+        #: The same moment in local time, ISO 8601; it distinguishes evaluations in a summary.
+        self.began = now.astimezone().isoformat(timespec="milliseconds")
         #: The file of this process for later ones that resume the training.
         self.attempt = AttemptLog()
 

@@ -66,8 +66,13 @@ _PACKAGES = ("lightning_perf", "lightning", "torch", "mlflow")
 _TRACES, _PAGES = (".json", ".bin", ".pickle"), (".html",)
 #: Names of the page.
 _PAGE = re.compile(r"report(?:-\d+)?\.html")
-#: The stage of ``trainer.validate()`` in a run that has a fit as well.
+#: The stage of ``trainer.validate()``, which is not that inside of fit.
 _ALONE = "validate_alone"
+#: Evaluations of one kind in a file: the first one and the latest ones, since packages test once
+#: per epoch.
+_MOST_EVALUATIONS = 5
+#: Characters of a time up to its milliseconds.
+_MOMENT = len("2026-01-01T00:00:00.000")
 #: Files listed at most, the latest by name.
 _MOST_FILES = 1000
 #: Seconds between updates of a run's summary, and the most of the time that these may take.
@@ -205,6 +210,12 @@ class RunSummary:
         log = context.windows.logs.get(stage)
         if log is not None and (history := table(log)):
             figures["windows"] = history
+        if context.trainer.state.fn != "fit":
+            mark = {"began": context.began, "status": status}
+            content["stages"] = {
+                _ALONE if name == "validate" else name: mark | figures
+                for name, figures in content["stages"].items()
+            }
         #: The content to show: of this function only.
         self._own = self.content = content
 
@@ -267,14 +278,7 @@ class RunSummary:
             for key in ("ended", "updated"):
                 kept.pop(key, None)
             kept |= {key: known[key] for key in ("status", "ended") if key in known}
-        both = earlier["stages"], content["stages"]
-        fitted = any("train" in stages for stages in both)
-        # The validation of a fit is that within it; a function of its own does not replace it.
-        stages = {
-            _ALONE if fitted and name == "validate" and "train" not in stages else name: figures
-            for stages in both
-            for name, figures in stages.items()
-        }
+        stages = _joined(earlier["stages"], content["stages"])
         self.content = {**content, **kept, "stages": stages}
         return bool(self.content.get("process") != content["process"])
 
@@ -289,10 +293,7 @@ class RunSummary:
         self.join()
         _EARLIER[context.trainer] = self.content
         write = partial(context.write_files, "{run_name}", stage="train", overwrite=True)
-        # In a run of MLflow, a test that does not know of the fit keeps away from its files.
-        function, in_mlflow = context.trainer.state.fn, context.reporting.tags is not None
-        alone = in_mlflow and function != "fit" and "train" not in self.content["stages"]
-        prefix = f"{getattr(function, 'value', function)}-" if alone else ""
+        prefix = self._prefix()
         write({self.path.name: self._write}, remote=prefix + FILE_NAME, durable=True)
         if page:
             from lightning_perf.tracking.page import report_page  # the rules take 20 ms to import
@@ -304,6 +305,21 @@ class RunSummary:
                 remote=prefix + PAGE_NAME,
             )
         self._written = True
+
+    def _prefix(self) -> str:
+        """What the names of an evaluation's artifacts begin with; empty in the run of its fit.
+
+        In a run of MLflow, a test that does not know of the fit keeps away from its files, and
+        from those of tests in other folders, which may run at the same time.
+        """
+        context, stages = self._context, self.content["stages"]
+        function = context.trainer.state.fn
+        if context.reporting.tags is None or function == "fit" or "train" in stages:
+            return ""
+        # The first evaluation of a file stays in it, so that the file replaces itself alone.
+        first = min([each["began"] for each in stages.values() if "began" in each], default="")
+        moment = re.sub(r"[^\w-]", "-", (first or context.began)[:_MOMENT])
+        return f"{getattr(function, 'value', function)}-{moment}-"
 
     def _write(self, path: Path) -> None:
         """Runs on the thread that writes files, after all other files are written."""
@@ -353,6 +369,35 @@ class RunSummary:
         if self._written and not self._root.discards:
             console.print(f"{place}/{name}", soft_wrap=True)
         return True
+
+
+def _joined(earlier: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The stages of a run with those of its next function, or of a new report of its last one.
+
+    An evaluation keeps the earlier ones of its kind, with numbers.
+    """
+    stages = dict(earlier)
+    for name, figures in own.items():
+        if began := figures.get("began"):
+            # Its earlier report, to which a process on another machine may have given a number.
+            stages = {key: each for key, each in stages.items() if each.get("began") != began}
+            _number(stages, name)
+        stages[name] = figures
+    # Without a fit, the first stage is what the summary is about.
+    return stages if "train" in stages else {**own, **stages}
+
+
+def _number(stages: dict[str, Any], name: str) -> None:
+    """Give an evaluation the next number of its kind, and remove more than the file may hold."""
+    if name not in stages:
+        return
+    found = (re.fullmatch(rf"{name}_(\d{{1,9}})", each) for each in stages)
+    numbers = sorted(int(each[1]) for each in found if each)
+    numbers.append(max(numbers, default=0) + 1)
+    stages[f"{name}_{numbers[-1]}"] = stages.pop(name)
+    surplus = max(len(numbers) + 1 - _MOST_EVALUATIONS, 0)  # with the one that takes the name
+    for number in numbers[1 : 1 + surplus]:
+        stages.pop(f"{name}_{number}", None)
 
 
 def _shown(path: Path, root: Path) -> str:

@@ -18,7 +18,7 @@ from datetime import datetime
 from functools import cache, partial
 from inspect import signature
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
@@ -148,7 +148,7 @@ class MlflowRun(Tracker):
         folder, _, name = remote.rpartition("/")
         if name.endswith(FILE_NAME) and (
             # That of a test does not replace that of a fit.
-            name == FILE_NAME or self.tags().get(SUMMARY_TAG) in (None, remote)
+            name == FILE_NAME or PurePosixPath(self.tags().get(SUMMARY_TAG, "")).name != FILE_NAME
         ):  # together, so that the description waits and is sent later, too
             with suppress(SummaryError):  # another file of this name
                 self._describe(description(read_summary(path)))

@@ -314,7 +314,7 @@ def _read(client: MlflowClient, run: Any) -> Run:
         tuple(f"{root}/{path}" for path in paths),
         client.tracking_uri,
         f"#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}",
-        report=f"{root}/{PurePosixPath(own).with_name(PAGE_NAME)}" if found else "",
+        report=f"{root}/{own.removesuffix(FILE_NAME)}{PAGE_NAME}" if found else "",
     )
 
 

@@ -234,6 +234,63 @@ def test_a_test_after_fit_adds_its_stage(tmp_path: Path) -> None:
     assert Path(again["report"]).name == "report-2.html"
 
 
+def test_further_tests_of_a_run_keep_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one Trainer and of later ones: the latest is `test`; the first and the last ones stay."""
+    monkeypatch.setattr(run_summary, "_MOST_EVALUATIONS", 4)
+    options: Any = {"logger": Records(), "limit_val_batches": 2}
+    run = trainer(tmp_path, *callbacks(), **options)
+    run.fit(Small())
+    path = tmp_path / "records-version_0" / "summary.json"
+    for batches in (1, 2, 3):
+        run.limit_test_batches = batches
+        run.test(Small(), verbose=False)
+    assert batches_of_tests(path) == {"test": 3, "test_1": 1, "test_2": 2}
+    later: L.Trainer = trainer(tmp_path, *callbacks(), limit_test_batches=4, **options)
+    later.test(Small(), verbose=False)
+    assert batches_of_tests(path) == {"test": 4, "test_1": 1, "test_2": 2, "test_3": 3}
+    for batches in (5, 6):
+        later.limit_test_batches = batches
+        later.test(Small(), verbose=False)
+    assert batches_of_tests(path) == {"test": 6, "test_1": 1, "test_4": 4, "test_5": 5}
+    for each in (run, later):
+        each.validate(Small(), verbose=False)
+    stages = summary_of(tmp_path)["stages"]
+    assert stages["validate_alone_1"]["whole_run"]["batches"] == 2
+    assert {"train", "validate", "validate_alone"} < stages.keys()
+    assert stages["test_1"]["began"] < stages["test_4"]["began"] < stages["test"]["began"]
+
+
+def test_tests_on_several_machines_at_once_are_in_their_file_once() -> None:
+    """Each reports again and again, in turns."""
+    stages: dict[str, Any] = {"train": {}}
+    for report in range(20):
+        for began in ("2026-11-28T10:00:00", "2026-11-28T10:00:01"):
+            stages = run_summary._joined(stages, {"test": {"began": began, "report": report}})
+    assert set(stages) == {"train", "test", "test_1"}
+    assert stages["test_1"] == {"began": "2026-11-28T10:00:00", "report": 19}
+
+
+def test_a_test_that_fails_after_a_fit_says_so(tmp_path: Path) -> None:
+    """The fit has finished, and the test has not."""
+
+    class CrashesInTest(Small):
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            if batch_idx == 3:
+                raise ValueError("mine")
+
+    run = trainer(tmp_path, *callbacks(), logger=Records())
+    run.fit(Small())
+    with pytest.raises(ValueError, match="mine"):
+        run.test(CrashesInTest(), verbose=False)
+    found = summary_of(tmp_path)
+    assert (found["status"], found["stages"]["test"]["status"]) == (
+        "finished",
+        "stopped by an exception",
+    )
+
+
 def test_a_fit_after_a_failed_one_has_a_summary_of_its_own(tmp_path: Path) -> None:
     """The failed one stays, and none of its stages is in the other one; `runs` shows both."""
     options: Any = {"logger": CSVLogger(tmp_path), "limit_val_batches": 3}
@@ -267,10 +324,39 @@ def test_a_test_elsewhere_keeps_away_from_the_fit_s_files_in_mlflow(
     trainer(tmp_path / "b", *callbacks(), logger=again).test(Small(), verbose=False)
     local = Path(client.download_artifacts(str(logger.run_id), "tested"))
     assert list(read_summary(local / "summary.json")["stages"]) == ["train"]
-    assert list(read_summary(local / "test-summary.json")["stages"]) == ["test"]
+    (tested,) = local.glob("test-*-summary.json")
+    assert list(read_summary(tested)["stages"]) == ["test"]
+    assert (local / tested.name.replace("summary.json", "report.html")).exists()
     assert note(mlflow_database, logger) == described
     tags = client.get_run(str(logger.run_id)).data.tags
     assert tags["lightning_perf_summary"] == "tested/summary.json"
+
+
+def batches_of_tests(path: Path) -> dict[str, int]:
+    """The batches of each test in a file."""
+    stages = read_summary(path)["stages"].items()
+    return {name: each["whole_run"]["batches"] for name, each in stages if "test" in name}
+
+
+def test_jobs_that_test_one_run_of_mlflow_keep_each_other_s_results(
+    tmp_path: Path, mlflow_database: str
+) -> None:
+    """Each folder has a file of its own there, which grows with later tests of that folder."""
+    logger = MLFlowLogger("tested", run_name="tested", tracking_uri=mlflow_database)
+    client, run_id = MlflowClient(mlflow_database), str(logger.run_id)
+    for machine, batches in (("a", 2), ("b", 3), ("a", 4)):
+        again = MLFlowLogger("tested", tracking_uri=mlflow_database, run_id=run_id)
+        run: L.Trainer = trainer(
+            tmp_path / machine, *callbacks(), logger=again, limit_test_batches=batches
+        )
+        run.test(Small(), verbose=False)
+    local = Path(client.download_artifacts(run_id, "tested"))
+    names = sorted(path.name for path in local.glob("test-*-summary.json"))
+    found = [batches_of_tests(local / name) for name in names]
+    assert found == [{"test": 4, "test_1": 2}, {"test": 3}]
+    # The latest one is shown.
+    tags = client.get_run(run_id).data.tags
+    assert tags["lightning_perf_summary"] == f"tested/{names[0]}"
 
 
 def test_steps_continue_after_a_resume(tmp_path: Path) -> None:
@@ -587,15 +673,15 @@ def test_a_long_test_keeps_how_the_fit_ended(
         fits = trainer(tmp_path, *callbacks(), waits, logger=again, log_every_n_steps=2)
     fits.test(Small(), verbose=False)
     tested = summary_of(tmp_path)
-    assert "test" in tested["stages"]
+    assert list(tested["stages"]) == ["train", "test"]
     assert (tested["status"], tested["ended"]) == (status, trained["ended"])
 
 
 def test_validation_of_its_own_does_not_replace_that_of_the_fit(tmp_path: Path) -> None:
-    """Before or after a fit it has a stage of its own, the latest one."""
+    """Before or after a fit it has stages of its own."""
     run = trainer(tmp_path, *callbacks(), logger=Records(), max_epochs=2, limit_val_batches=5)
     run.validate(Small(), verbose=False)
-    assert list(summary_of(tmp_path)["stages"]) == ["validate"]
+    assert list(summary_of(tmp_path)["stages"]) == ["validate_alone"]
     run.fit(Small())
     fitted = summary_of(tmp_path)
     assert sorted(fitted["stages"]) == ["train", "validate", "validate_alone"]
@@ -607,6 +693,7 @@ def test_validation_of_its_own_does_not_replace_that_of_the_fit(tmp_path: Path) 
     assert found["stages"]["validate"] == fitted["stages"]["validate"]
     alone = found["stages"]["validate_alone"]["whole_run"]
     assert (alone["batches"], alone["last"] - alone["first"]) == (3, 2)
+    assert found["stages"]["validate_alone_1"] == fitted["stages"]["validate_alone"]
 
 
 def test_short_predictions_leave_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -766,8 +853,8 @@ def test_a_summary_of_validation_alone(tmp_path: Path) -> None:
     run: L.Trainer = trainer(tmp_path, *callbacks(), logger=Records(), limit_val_batches=5)
     run.validate(Small(), verbose=False)
     found = summary_of(tmp_path)
-    assert list(found["stages"]) == ["validate"]
-    assert found["stages"]["validate"]["whole_run"]["batches"] == 5
+    assert list(found["stages"]) == ["validate_alone"]
+    assert found["stages"]["validate_alone"]["whole_run"]["batches"] == 5
 
 
 # Its windows: differences of totals, in bounded memory
