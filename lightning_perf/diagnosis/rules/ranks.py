@@ -277,7 +277,7 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
         if window.batches:
             found = work_of(window).beside_others(late.rank)
             seconds[number] = window.batches * max(min(found.excess, found.waiting), 0.0)
-    return late, late.share / max(signals.share(seconds), 1e-12) * seconds
+    return late, late.seconds / max(signals.per_batch(seconds), 1e-12) * seconds
 
 
 def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
