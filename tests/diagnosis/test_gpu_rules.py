@@ -293,6 +293,16 @@ def test_a_callback_in_validation_on_rank_0_is_validations() -> None:
     assert verdict.share == pytest.approx(5 / 16)
 
 
+def test_waits_for_metrics_in_validation_may_be_for_a_slow_rank() -> None:
+    """The strategy is no culprit that could do less: the advice says what ranks wait for."""
+    signals = signals_of_ranks({"validation": dict.fromkeys(range(4), 9.0)}, {})
+    reduce = Action("validate", "reduce_metrics", "DDPStrategy.reduce")
+    found = diagnose(with_costs(signals, [{reduce: Cost(8.0, 10)}] * 6)).verdicts
+    (verdict,) = [v for v in found if v.severity != "info"]
+    assert (verdict.code, verdict.culprit) == ("validation-bound", reduce.name)
+    assert "compare their validation data" in verdict.advice
+
+
 def test_validation_that_is_slow_on_one_rank_is_the_stragglers() -> None:
     """The others wait 9 s of 20 for it."""
     signals = signals_of_ranks({"validation": {2: 9.0}}, dict.fromkeys((0, 1, 3), 9.0))

@@ -230,10 +230,14 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     slowest = max(named, key=signals.seconds, default=None)
     if phase not in COMPUTE and slowest and signals.seconds(slowest) > costs[phase] / 2:
         culprit, calls = slowest.name, float(signals.actions[slowest].calls.sum())
-        advice = (
-            f"{culprit} takes {duration(signals.seconds(slowest) / max(calls, 1.0))} per call in "
-            f"validation: do its work less often. {advice}"
-        )
+        takes = f"{culprit} takes {duration(signals.seconds(slowest) / max(calls, 1.0))} per call"
+        what = ": do its work less often."
+        if culprit.partition(".")[0].endswith(STRATEGY):
+            what = (
+                ", in which ranks exchange values and wait for one another: compare their "
+                "validation data and callbacks, or use sync_dist=True less often."
+            )
+        advice = f"{takes} in validation{what} {advice}"
         # What it takes on this rank alone, others wait for.
         own = np.array([window.own("timings/validation") for window in signals.windows])
         seconds += np.minimum(signals.actions[slowest].seconds, own - seconds)
