@@ -36,6 +36,8 @@ _MOST_WAITING = 4096
 _TIMEOUT = timedelta(minutes=30)
 #: The second part of a rank's last tag, which it repeats while other ranks still report.
 LAST = -2
+#: The same of the message with which a rank leaves the run.
+_LEAVES = -3
 
 
 # Groups of finished runs. Another rank may still read from one at its run's end, but no longer
@@ -136,6 +138,25 @@ class Gatherer:
             self.leads = True
             self._give_up("another rank did not answer at the end of the run")
 
+    def leave_together(self, timeout: float) -> None:
+        """Wait at most ``timeout`` seconds until all ranks leave the run.
+
+        Rank 0 has the most to do at the end. Ranks that destroy their process groups meanwhile and
+        make new ones would connect to its old ones. A rank that waits for no other one says that it
+        leaves, all the same.
+        """
+        if self._group is None:
+            return
+        report = _Report((0, _LEAVES), (), lambda _: None)
+        self.pending.append(report)
+        with suppress(Exception):  # another rank has ended, or the user has destroyed the groups
+            self._send()
+            if not self.lost:
+                wait_until(lambda: report.work.is_completed() or hurried(), timeout)
+            if report.work.is_completed():
+                report.work.wait()  # raises if it failed
+                self.pending.clear()
+
     def close(self) -> None:
         """Retire the group, or keep it forever if a message is missing.
 
@@ -177,6 +198,9 @@ class Gatherer:
         """Deliver a report whose messages have arrived from all ranks."""
         assert report.table is not None  # it was sent
         rows: Table = report.table.numpy()
+        if (rows[:, 1] == _LEAVES).any():
+            self._give_up("another rank has ended")
+            return
         last = rows[:, 1] == LAST
         for tags in (rows[last, :2], rows[~last, :2]):
             if (tags != tags[:1]).any():

@@ -40,6 +40,8 @@ GATHER_TIMEOUT = 10.0
 UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
 #: Seconds that it waits for files that are being made of recordings.
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
+#: Seconds that a rank waits until the others have done this, too.
+LEAVE_TIMEOUT = 60.0
 #: Items of recorded spans that are kept until they are added up: reports may be far apart.
 MOST_SPAN_ITEMS = 50_000
 
@@ -135,7 +137,6 @@ class RunContext(Run):
             yield member.detach
         yield self._restore_callbacks
         yield partial(_CONTEXTS.pop, id(self.trainer), None)
-        yield self.windows.gatherer.close
         yield lambda: summary.append(end_summary(self, self.members, reason))
         yield self.meter.close
         yield self.spans.restore
@@ -145,6 +146,9 @@ class RunContext(Run):
         yield self.reporting.remove_temporary
         yield self.reporting.warnings_digest.summarize
         yield lambda: self._show(summary[0] if summary else None, reason)
+        if reason != "exception":
+            yield partial(self.windows.gatherer.leave_together, LEAVE_TIMEOUT)
+        yield self.windows.gatherer.close
 
     def _restore_callbacks(self) -> None:
         trainer: Any = self.trainer

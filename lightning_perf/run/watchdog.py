@@ -25,6 +25,7 @@ from lightning_perf.diagnosis.hang import FAILED, LEFT, RankState, culprits, rep
 from lightning_perf.errors import describe, warn
 from lightning_perf.patches import PatchSet
 from lightning_perf.run import compat
+from lightning_perf.run.collective import Gatherer
 from lightning_perf.run.flop_meter import COUNTING
 from lightning_perf.run.hang_files import REPORT, HangFiles, stacks_file
 from lightning_perf.run.hooks import PER_BATCH
@@ -69,9 +70,9 @@ _HISTORY = 100
 _KEPT = 10
 #: Seconds that an abort waits for files and for uploads, and between two looks meanwhile.
 _FLUSH, _SHORT = 30.0, 0.05
-#: Microseconds for which a rank that is aborted holds the GIL, so that it handles no error that the
-#: end of another rank causes.
-_TOGETHER = 200_000
+#: Seconds for which a rank that is aborted holds the GIL before its end, so that the others hold
+#: theirs by then.
+_TOGETHER = 0.2
 #: Spans that may take long without a sign of life, besides checkpoints.
 _SLOW = ("iter", "first fetch", "Trainer.epoch_values", COUNTING)
 #: Seconds for the stacks of all child processes.
@@ -130,10 +131,12 @@ class Watchdog:
             began, limit = time.monotonic(), _LONGER * self._after
             while time.monotonic() < began + limit:
                 has_ended = ended.wait(min(1.0, limit))
-                running = (frame.f_code.co_name for frame in compat.frames_of(main))
+                running = {frame.f_code.co_name for frame in compat.frames_of(main)}
                 # After an exception, Lightning does not call the last function.
                 if has_ended or compat.TEARDOWN not in running:
                     return
+                if Gatherer.leave_together.__name__ in running:  # it waits for other ranks
+                    began = time.monotonic()
             text = Stacks.own()
             frames = dict(threads_in(text)).get(main, [])
             state = _state_of(run, frames, limit)
@@ -603,25 +606,39 @@ def _abort(run: Run, unready: Iterator[int], until: Callable[[], bool]) -> None:
         # After what is due now.
         if worker.submit(done.set, "the abort"):
             wait_until(lambda: done.is_set() or until(), _FLUSH, _SHORT)  # noqa: B023
-    parent, together = os.getppid(), run.ranks.world_size > 1
-    launched = parent in run.processes.values()
-    if together:  # the end of one is an exception in the others
+    agreed = False
+    if run.ranks.world_size > 1 and not until():
         wait_until(lambda: next(unready, None) is None or until(), 3 * _FLUSH, _SHORT)
-    if together and not until():
-        with suppress(Exception):  # the GIL is held, so that no exception is handled meanwhile
-            PyDLL(None).usleep(_TOGETHER * (1 + launched))
-    # Lightning kills the process that has started the others once one of these has ended, and it
-    # would not end with our code.
-    wait_until(lambda: not launched or os.getppid() != parent or until(), 3 * _FLUSH, _SHORT)
-    if until():
+        # Once more: the end of a rank, whose error Lightning may ignore, looks like progress.
+        agreed = next(unready, None) is None
+    if not agreed and until():
         warn("the training goes on, and is not aborted.")
         return
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
+    daemons = list[Any]()
     with suppress(Exception):
         own = children_of(os.getpid())  # a process that was forked knows those of its parent
-        for child in active_children():
-            if child.daemon and child.pid in own:  # as Python's own end does: data loader workers
-                child.kill()
+        daemons += (each for each in active_children() if each.daemon and each.pid in own)
+    with suppress(Exception):
+        _hold_gil(run)
+    for child in daemons:  # as Python's own end does: data loader workers
+        with suppress(Exception):
+            child.kill()
     os._exit(ABORTED)
+
+
+def _hold_gil(run: Run) -> None:
+    """Let no other thread run Python until the other ranks have done the same, or have ended.
+
+    The end of one is an exception in the others, which would handle it. Lightning kills the process
+    that has started the others once one of these has ended, so that it would not end with our code:
+    the others wait for its end.
+    """
+    parent, usleep = os.getppid(), PyDLL(None).usleep  # which keeps the GIL
+    alone, launched = run.ranks.world_size == 1, parent in run.processes.values()
+    ends = time.monotonic() + (0 if alone else 3 * _FLUSH if launched else _TOGETHER)
+    sys.setswitchinterval(2 * 3 * _FLUSH)  # seconds before another thread requests the GIL
+    while time.monotonic() < ends and os.getppid() == parent:
+        usleep(10_000)

@@ -277,3 +277,56 @@ def test_a_rank_that_never_answers_ends_the_reports(tmp_path: Path) -> None:
     assert alive["found"] == [0, True]
     (warning,) = alive["warnings"]
     assert "another rank does not answer" in warning
+
+
+def test_ranks_leave_a_run_together(tmp_path: Path) -> None:
+    """A rank waits until the slowest one has finished what it does at the end of the run."""
+
+    def work(gatherer: Gatherer, rank: int) -> object:
+        if rank == 0:
+            time.sleep(0.5)
+            (tmp_path / "finished").touch()
+        gatherer.leave_together(30)
+        finished = (tmp_path / "finished").exists()
+        gatherer.close()
+        return finished
+
+    assert both(tmp_path, work) == [True, True]
+
+
+def test_a_rank_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
+    """It has waited for the other's last report in vain, and its process continues."""
+
+    def work(gatherer: Gatherer, rank: int) -> object:
+        left, over = tmp_path / "left", tmp_path / "over"
+        gave_up = []
+        while rank == 1 and not left.exists():
+            time.sleep(0.01)
+        for number in range(1 + rank):
+            gatherer.gather((3, number if rank > number else LAST), [1.0], list)
+        gatherer.finish(30 if rank else 0.2)
+        gave_up.append(gatherer.lost)
+        began = time.monotonic()
+        gatherer.leave_together(1000)
+        (over if rank else left).touch()
+        while not over.exists():
+            time.sleep(0.01)
+        return [*gave_up, time.monotonic() - began < 60]
+
+    first, second = two(tmp_path, work)
+    assert first
+    assert second
+    assert first["found"] == second["found"] == [True, True]
+    (warning,) = second["warnings"]
+    assert "another rank has ended" in warning
+
+
+def test_a_rank_that_ends_without_a_message_is_not_waited_for(tmp_path: Path) -> None:
+    """As after an exception."""
+
+    def work(gatherer: Gatherer, rank: int) -> object:
+        if rank == 0:
+            gatherer.leave_together(1000)
+        return len(gatherer.pending)
+
+    assert both(tmp_path, work) == [1, 0]

@@ -21,6 +21,7 @@ from lightning_perf import Flops, GlobalRank, PyTorch, SpeedMonitor
 from lightning_perf.background import wait_until
 from lightning_perf.run import context
 from lightning_perf.run.callback import PerfCallback
+from lightning_perf.run.context import current_run
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +136,25 @@ def test_a_rank_that_no_longer_answers_is_waited_for_once(
         warnings.simplefilter("ignore")  # reports are lost in the other process
         run.fit(Small())
     assert (tmp_path / "0").read_text().split() == ["10.0", "0.0", "0.0"]
+
+
+def test_ranks_leave_fit_together(tmp_path: Path) -> None:
+    """Though rank 0 waits for files, which take longer than those of the others."""
+
+    def write() -> None:
+        time.sleep(3.0)
+        (tmp_path / "file").touch()
+
+    class SlowFile(Small):
+        def on_train_end(self) -> None:
+            if self.global_rank == 0:
+                current_run(self.trainer).file_worker.submit(write, "a slow file")
+
+        def teardown(self, stage: str) -> None:
+            (tmp_path / f"{self.global_rank}").write_text(f"{(tmp_path / 'file').exists()}")
+
+    trainer(tmp_path, SpeedMonitor(2), **RANKS).fit(SlowFile())
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
 
 
 def test_ranks_may_have_different_shapes(tmp_path: Path, mlflow_database: str) -> None:
