@@ -1136,6 +1136,7 @@ def test_a_hang_does_not_end_when_rank_0_ends(tmp_path: Path) -> None:
         until(lambda: "did not answer at the end" in (tmp_path / "output").read_text())
         (summary,) = tmp_path.glob("*/summary.json")
         until(lambda: read_summary(summary)["status"] == "finished")
+        until(lambda: read_summary(summary)["hangs"])
         (hang,) = read_summary(summary)["hangs"]
         assert "ended" not in hang
         assert hang["seconds"] > 5
