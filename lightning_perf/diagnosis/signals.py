@@ -257,12 +257,21 @@ class Signals:
         }
         return {category: np.maximum(seconds, 0.0) for category, seconds in waits.items()}
 
-    def work(self, name: str) -> NDArray[np.float64]:
-        """Seconds of a category in each window on each rank, without waiting for other ranks."""
-        work = np.array([window[f"timings/{name}"] for window in self.windows])
-        if name in self.mutual and not self.on_device:
-            work -= [window[_WAITS[name][0]] for window in self.windows]
+    @cached_property
+    def work(self) -> dict[str, NDArray[np.float64]]:
+        """Seconds by category in each window on each rank, without waiting for other ranks."""
+        work = {
+            name: np.array([window[f"timings/{name}"] for window in self.windows])
+            for name in CATEGORIES
+        }
+        for name in () if self.on_device else self.mutual:
+            work[name] -= [window[_WAITS[name][0]] for window in self.windows]
         return work
+
+    def own_work(self, name: str) -> Numbers:
+        """The same of a category on this rank."""
+        rank = self.windows[0].rank if self.windows[0].world_size > 1 else 0
+        return self.work[name][:, rank]
 
     def lost(self, within: Mapping[str, Numbers]) -> dict[str, Numbers]:
         """What all ranks lose by seconds of this one's actions, by category, mean over ranks.
@@ -275,9 +284,8 @@ class Signals:
             if name == "reduce_metrics":
                 lost[name] = np.minimum(seconds, self.shared(name))
                 continue
-            work = self.work(name)
-            own = work[:, self.windows[0].rank if len(work[0]) > 1 else 0]
-            lost[name] = np.minimum(work.mean(axis=1) / np.maximum(own, 1e-12), 1.0) * seconds
+            part = self.work[name].mean(axis=1) / np.maximum(self.own_work(name), 1e-12)
+            lost[name] = np.minimum(part, 1.0) * seconds
             waits = waits + seconds - lost[name]
         return lost if self.on_device else lost | {WAITS: waits}
 

@@ -36,7 +36,7 @@ _MOST_WAITING = 4096
 _TIMEOUT = timedelta(minutes=30)
 #: The second part of a rank's last tag, which it repeats while other ranks still report.
 LAST = -2
-#: The same of the message with which a rank leaves the run.
+#: The second part of the tag of the message with which a rank leaves the run.
 _LEAVES = -3
 
 
@@ -142,8 +142,8 @@ class Gatherer:
         """Wait at most ``timeout`` seconds until all ranks leave the run.
 
         Rank 0 has the most to do at the end. Ranks that destroy their process groups meanwhile and
-        make new ones would connect to its old ones. A rank that waits for no other one says that it
-        leaves, all the same.
+        make new ones would connect to its old ones. A rank that no longer waits for others still
+        sends its message: they do not wait for it in vain.
         """
         if self._group is None:
             return

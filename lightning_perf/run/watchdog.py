@@ -70,6 +70,8 @@ _HISTORY = 100
 _KEPT = 10
 #: Seconds that an abort waits for files and for uploads, and between two looks meanwhile.
 _FLUSH, _SHORT = 30.0, 0.05
+#: Seconds that it waits for other ranks.
+_RANKS = 3 * _FLUSH
 #: Seconds for which a rank that is aborted holds the GIL before its end, so that the others hold
 #: theirs by then.
 _TOGETHER = 0.2
@@ -608,7 +610,7 @@ def _abort(run: Run, unready: Iterator[int], until: Callable[[], bool]) -> None:
             wait_until(lambda: done.is_set() or until(), _FLUSH, _SHORT)  # noqa: B023
     agreed = False
     if run.ranks.world_size > 1 and not until():
-        wait_until(lambda: next(unready, None) is None or until(), 3 * _FLUSH, _SHORT)
+        wait_until(lambda: next(unready, None) is None or until(), _RANKS, _SHORT)
         # Once more: the end of a rank, whose error Lightning may ignore, looks like progress.
         agreed = next(unready, None) is None
     if not agreed and until():
@@ -638,7 +640,7 @@ def _hold_gil(run: Run) -> None:
     """
     parent, usleep = os.getppid(), PyDLL(None).usleep  # which keeps the GIL
     alone, launched = run.ranks.world_size == 1, parent in run.processes.values()
-    ends = time.monotonic() + (0 if alone else 3 * _FLUSH if launched else _TOGETHER)
-    sys.setswitchinterval(2 * 3 * _FLUSH)  # seconds before another thread requests the GIL
+    ends = time.monotonic() + (0 if alone else _RANKS if launched else _TOGETHER)
+    sys.setswitchinterval(2 * _RANKS)  # seconds before another thread requests the GIL
     while time.monotonic() < ends and os.getppid() == parent:
         usleep(10_000)

@@ -15,8 +15,11 @@ from helpers.signals import (
     FINE,
     WINDOWS,
     every,
+    fine_batches,
+    per_batch_of,
     sampled,
     signals_of,
+    signals_of_batches,
     signals_of_ranks,
     with_costs,
 )
@@ -559,21 +562,17 @@ def test_stalls_are_found_beside_a_steady_cost(phase: str, steady: str, length: 
 )
 def test_stalls_have_a_period_of_their_own(other: str, at: range, seconds: float) -> None:
     """Every twelfth batch stalls in forward, whatever makes other batches long elsewhere."""
-    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases = fine_batches(STEPS)
     phases[range(5, STEPS, 12), CATEGORIES.index("forward")] += 0.4
     phases[at, CATEGORIES.index(other)] += seconds
-    windows = phases.reshape(WINDOWS, BATCHES, -1).mean(axis=1)
-    per_batch = {name: windows[:, n].tolist() for n, name in enumerate(CATEGORIES)}
+    per_batch = per_batch_of(phases)
     calls = [
         len([n for n in at if n // BATCHES == each]) if other == "optimizer_step" else BATCHES
         for each in range(WINDOWS)
     ]
     named = [(BATCHES * per_batch[other][n], calls[n]) for n in range(WINDOWS)]
     name = FETCHES.name if other == "dataloader_next" else other
-    signals = signals_of(
-        per_batch, named={Action("train", other, name): named}, steps=phases.sum(axis=1),
-        phases=phases,
-    )  # fmt: skip
+    signals = signals_of_batches(phases, named={Action("train", other, name): named})
     found = diagnose(signals).verdicts
     (stall,) = (v for v in found if v.code == "periodic-stall" and v.phase == "forward")
     assert stall.evidence["period_batches"] == 12
@@ -586,12 +585,10 @@ def test_stalls_have_a_period_of_their_own(other: str, at: range, seconds: float
 
 def test_a_stretch_of_slow_batches_has_no_stalls_but_may_contain_some() -> None:
     """Both are in forward, and each verdict has its own seconds: 4 s of stalls, 3 s of stretch."""
-    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (400, 1))
+    phases = fine_batches(400)
     phases[100:160, CATEGORIES.index("forward")] += 0.05
     phases[19::20, CATEGORIES.index("forward")] += 0.2
-    windows = phases.reshape(40, BATCHES, -1).mean(axis=1)
-    per_batch = {name: windows[:, n].tolist() for n, name in enumerate(CATEGORIES)}
-    signals = signals_of(per_batch, windows=40, steps=phases.sum(axis=1), phases=phases)
+    signals = signals_of_batches(phases)
     found = {v.code: v for v in diagnose(signals).verdicts if v.severity != "info"}
     assert {code: v.phase for code, v in found.items()} == {
         "periodic-stall": "forward", "slowdown": "forward",
@@ -603,17 +600,13 @@ def test_a_stretch_of_slow_batches_has_no_stalls_but_may_contain_some() -> None:
 
 def test_slow_workers_are_no_stalls_beside_rare_events() -> None:
     """After an event every 12 batches the loaded batches are ready: then two workers wait again."""
-    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases = fine_batches(STEPS)
     waits = [n for n in range(STEPS) if n % 12 in (0, 2, 4, 6)]
     phases[waits, CATEGORIES.index("dataloader_next")] = 0.05
     phases[11::12, CATEGORIES.index("forward")] += 0.1
-    windows = phases.reshape(WINDOWS, BATCHES, -1).mean(axis=1)
-    per_batch = {name: windows[:, n].tolist() for n, name in enumerate(CATEGORIES)}
-    named = {FETCHES: [(BATCHES * each, BATCHES) for each in per_batch["dataloader_next"]]}
-    signals = signals_of(
-        per_batch, named=named, steps=phases.sum(axis=1), phases=phases,
-        setup=Setup(cpus=8, loader=Loader(num_workers=2)),
-    )  # fmt: skip
+    fetches = [(BATCHES * each, BATCHES) for each in per_batch_of(phases)["dataloader_next"]]
+    setup = Setup(cpus=8, loader=Loader(num_workers=2))
+    signals = signals_of_batches(phases, named={FETCHES: fetches}, setup=setup)
     found = {v.code: v for v in diagnose(signals).verdicts if v.severity != "info"}
     assert {code: v.phase for code, v in found.items()} == {
         "input-bound": "dataloader_next", "periodic-stall": "forward",
@@ -627,11 +620,9 @@ def test_a_few_long_stalls_may_not_come_again(
     category: str, stalled: list[int], often: str
 ) -> None:
     """They are listed with their share, and a run that lost so much is not called healthy."""
-    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases = fine_batches(STEPS)
     phases[stalled, CATEGORIES.index(category)] += 2.0
-    windows = phases.reshape(WINDOWS, BATCHES, -1).mean(axis=1)
-    per_batch = {name: windows[:, n].tolist() for n, name in enumerate(CATEGORIES)}
-    signals = signals_of(per_batch, steps=phases.sum(axis=1), phases=phases)
+    signals = signals_of_batches(phases)
     (found,) = diagnose(signals).verdicts
     assert (found.code, found.severity, found.phase) == ("periodic-stall", "info", category)
     assert found.share == pytest.approx(2 * len(stalled) / phases.sum(), rel=0.05)
@@ -642,7 +633,7 @@ def test_a_few_long_stalls_may_not_come_again(
 def test_files_of_one_checkpoint_count_as_one(at_end: bool) -> None:
     """With save_last=True each is written twice, also if the last one follows the last batch."""
     saved = range(19, STEPS - 20 * at_end, 20)
-    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases = fine_batches(STEPS)
     phases[:, CATEGORIES.index("checkpoint")] = 1e-5  # of hooks that write nothing
     phases[saved, CATEGORIES.index("checkpoint")] = 0.4
     writing = Action("train", "checkpoint", "checkpoint writing (Saver.on_train_batch_end)")
@@ -659,7 +650,7 @@ def test_files_of_one_checkpoint_count_as_one(at_end: bool) -> None:
 def test_a_callback_that_works_at_times_is_no_stall_beside_another_one() -> None:
     """Each callback has its seconds, which are not those of forward as well."""
     at = range(0, STEPS, 5)
-    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases = fine_batches(STEPS)
     phases[:, CATEGORIES.index("callbacks")] = 0.01
     phases[at, CATEGORIES.index("callbacks")] += 0.1
     other = Action("train", "callbacks", "Other.on_train_batch_end")
@@ -675,13 +666,11 @@ def test_a_callback_that_works_at_times_is_no_stall_beside_another_one() -> None
 
 def test_slow_loading_is_no_part_of_a_slowdown() -> None:
     """A stretch of slow batches and one that waits for data: each verdict has its own."""
-    phases = np.tile([FINE.get(category, 0.0) for category in CATEGORIES], (STEPS, 1))
+    phases = fine_batches(STEPS)
     phases[20:50, CATEGORIES.index("dataloader_next")] = 0.05
     phases[70:100, CATEGORIES.index("forward")] += 0.05
-    windows = phases.reshape(WINDOWS, BATCHES, -1).mean(axis=1)
-    per_batch = {name: windows[:, at].tolist() for at, name in enumerate(CATEGORIES)}
-    waits = [(BATCHES * each, BATCHES) for each in per_batch["dataloader_next"]]
-    signals = signals_of(per_batch, named={FETCHES: waits}, steps=phases.sum(axis=1), phases=phases)
+    waits = [(BATCHES * each, BATCHES) for each in per_batch_of(phases)["dataloader_next"]]
+    signals = signals_of_batches(phases, named={FETCHES: waits})
     found = {verdict.code: verdict for verdict in diagnose(signals).verdicts}
     part = 30 * 0.05 / phases.sum()
     assert found["input-bound"].share == pytest.approx(part)

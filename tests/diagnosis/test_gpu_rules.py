@@ -232,15 +232,17 @@ def test_a_rank_delayed_once_by_other_programs_is_not_a_straggler(
     assert found["straggler"] == severity
 
 
+def meeting(own: dict[str, dict[int, float]], waits: dict[str, dict[int, float]]) -> Signals:
+    """Four ranks, of which each spends 1 s in each of eleven categories, and what is given."""
+    return Signals([ranks_window(4, own, waits, **{"waits/exchange": [0.0] * 4})] * 6)
+
+
 @pytest.mark.parametrize("waits", ["waits/start", "waits/forward", "waits/backward"])
 @pytest.mark.parametrize("category", ["other", "forward", "backward", "callbacks"])
 def test_ranks_wait_for_a_straggler_wherever_they_meet(category: str, waits: str) -> None:
     """Rank 2 has 4 s more work, for which the others wait in the same category or another one."""
-    window = ranks_window(
-        4, {category: {2: 4.0}}, {waits: dict.fromkeys((0, 1, 3), 4.0)},
-        **{"waits/exchange": [0.0] * 4},
-    )  # fmt: skip
-    (found,) = [v for v in diagnose(Signals([window] * 6)).verdicts if v.severity != "info"]
+    signals = meeting({category: {2: 4.0}}, {waits: dict.fromkeys((0, 1, 3), 4.0)})
+    (found,) = [v for v in diagnose(signals).verdicts if v.severity != "info"]
     assert (found.code, found.rank) == ("straggler", 2)
     assert found.share == pytest.approx(4 / 15)
 
@@ -248,19 +250,16 @@ def test_ranks_wait_for_a_straggler_wherever_they_meet(category: str, waits: str
 def test_ranks_wait_for_a_straggler_in_collectives_of_metrics() -> None:
     """With sync_dist=True in each step: 4 s of 15."""
     waits = {"reduce_metrics": dict.fromkeys((0, 1, 3), 4.0)}
-    window = ranks_window(4, {"forward": {2: 4.0}} | waits, {}, **{"waits/exchange": [0.0] * 4})
-    (found,) = [v for v in diagnose(Signals([window] * 6)).verdicts if v.severity != "info"]
+    signals = meeting({"forward": {2: 4.0}} | waits, {})
+    (found,) = [v for v in diagnose(signals).verdicts if v.severity != "info"]
     assert (found.code, found.rank, found.share) == ("straggler", 2, pytest.approx(4 / 15))
 
 
 def test_a_hook_of_the_module_on_rank_0_is_the_hooks() -> None:
     """Others wait in the category that it is in: 4 s of 15."""
-    window = ranks_window(
-        4, {"other": {0: 4.0}}, {"waits/start": dict.fromkeys((1, 2, 3), 4.0)},
-        **{"waits/exchange": [0.0] * 4},
-    )  # fmt: skip
+    signals = meeting({"other": {0: 4.0}}, {"waits/start": dict.fromkeys((1, 2, 3), 4.0)})
     hook = Action("train", "other", "Net.on_train_batch_end")
-    found = diagnose(with_costs(Signals([window] * 6), [{hook: Cost(4.0, 10)}] * 6)).verdicts
+    found = diagnose(with_costs(signals, [{hook: Cost(4.0, 10)}] * 6)).verdicts
     assert {v.culprit: v.share for v in found if v.severity != "info"} == {
         hook.name: pytest.approx(4 / 15)
     }

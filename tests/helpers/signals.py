@@ -77,6 +77,23 @@ def signals_of(
     return Signals(windows=found, **given | {"steps": steps})
 
 
+def fine_batches(number: int) -> NDArray[np.float64]:
+    """Seconds by category of batches without a cause of lost time, one row per batch."""
+    return np.tile([FINE.get(name, 0.0) for name in CATEGORIES], (number, 1))
+
+
+def signals_of_batches(phases: NDArray[np.float64], **options: Any) -> Signals:
+    """Windows of ten batches, given the seconds of each batch by category; options as above."""
+    given = {"steps": phases.sum(axis=1), "phases": phases, **options}
+    return signals_of(per_batch_of(phases), len(phases) // BATCHES, **given)
+
+
+def per_batch_of(phases: NDArray[np.float64]) -> dict[str, list[float]]:
+    """Mean seconds per batch in each window by category, given those of each batch."""
+    windows = phases.reshape(-1, BATCHES, len(CATEGORIES)).mean(axis=1)
+    return {name: windows[:, at].tolist() for at, name in enumerate(CATEGORIES)}
+
+
 def _phases(seconds: NDArray[np.float64], steps: NDArray[np.float64]) -> NDArray[np.float64]:
     """Seconds of batches by category, from those per batch of each category in each window.
 

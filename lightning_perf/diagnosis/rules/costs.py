@@ -168,8 +168,9 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     if not writes:
         return
     seconds = signals.category("checkpoint")
-    files = max(float(signals.total(writes).calls.sum()), 1.0)
-    saves = _saves(signals, files, float(signals.total(writes).seconds.sum()) / files)
+    written, calls = signals.total(writes)
+    files = max(float(calls.sum()), 1.0)
+    saves = _saves(signals, files, float(written.sum()) / files)
     per_checkpoint = float(seconds.sum() / saves)
     interval = signals.batches / saves
     times = max(min(signals.share(seconds) / aim, saves / left), 2)
@@ -231,16 +232,16 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     if phase not in COMPUTE and slowest and signals.seconds(slowest) > costs[phase] / 2:
         culprit, calls = slowest.name, float(signals.actions[slowest].calls.sum())
         takes = f"{culprit} takes {duration(signals.seconds(slowest) / max(calls, 1.0))} per call"
-        what = ": do its work less often."
+        remedy = ": do its work less often."
         if culprit.partition(".")[0].endswith(STRATEGY):
-            what = (
+            remedy = (
                 ", in which ranks exchange values and wait for one another: compare their "
                 "validation data and callbacks, or use sync_dist=True less often."
             )
-        advice = f"{takes} in validation{what} {advice}"
+        advice = f"{takes} in validation{remedy} {advice}"
         # What it takes on this rank alone, others wait for.
-        own = np.array([window.own("timings/validation") for window in signals.windows])
-        seconds += np.minimum(signals.actions[slowest].seconds, own - seconds)
+        longer = signals.own_work("validation") - seconds
+        seconds += np.minimum(signals.actions[slowest].seconds, longer)
         within = signals.lost({"validation": seconds})
     yield Impact(  # too rare for a bootstrap
         seconds, 1.0, culprit, "validation", advice=advice, saves=0.5, whole_run=True,

@@ -12,7 +12,6 @@ import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
 from lightning_perf.diagnosis.signals import STRATEGY, WAITS, Unknown
-from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import counted, duration, rounded
 
 if TYPE_CHECKING:
@@ -320,14 +319,13 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     yield Impact(
         seconds, 1.0, who, late.phase, late.rank, evidence, advice, on_host=False,
         certain=1.0 if late.chronic else 1 - taken, inferred=True,
-        within={} if signals.on_device else _apart(signals, seconds),
+        within={} if signals.on_device else _by_category(signals, seconds),
     )  # fmt: skip
 
 
-def _apart(signals: Signals, seconds: Numbers) -> dict[str, Numbers]:
-    """The seconds by category that ranks lose by one: its own work, and that others wait for it."""
-    works = {name: signals.work(name) for name in CATEGORIES}
-    own = {name: work.mean(axis=1) - work.min(axis=1) for name, work in works.items()}
+def _by_category(signals: Signals, seconds: Numbers) -> dict[str, Numbers]:
+    """Seconds that ranks lose by a late one, by category: its own work, and the others' waits."""
+    own = {name: work.mean(axis=1) - work.min(axis=1) for name, work in signals.work.items()}
     part = seconds / signals.windows[0].world_size
     ratio = part / np.maximum(sum(own.values(), signals.nothing), 1e-12)
     return {name: ratio * each for name, each in own.items()} | {WAITS: seconds - part}
