@@ -89,10 +89,17 @@ class Gatherer:
         self._group = _new_group() if self._world_size > 1 else None
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all ranks, one row each, at set-up; waits for all of them."""
+        """The numbers of all ranks, one row each, at set-up; waits for all of them.
+
+        Returns those of this rank alone, with a warning, if the strategy does not gather.
+        """
         mine = torch.tensor(numbers)
         if self._group is None:
             found: Any = self._trainer.strategy.all_gather(mine)
+            if found.numel() != self._world_size * len(mine):
+                name = type(self._trainer.strategy).__name__
+                self._give_up(f"{name}.all_gather returns nothing of the other ranks")
+                return [[*numbers]]
             return [*found.reshape(self._world_size, -1).tolist()]
         rows = [torch.empty_like(mine) for _ in range(self._world_size)]
         dist.all_gather(rows, mine, group=self._group)

@@ -19,9 +19,19 @@ import torch.distributed as dist
 from helpers.late import Late, Sleeps
 from helpers.small import RANKS, Small, trainer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_perf import Flops, SpeedMonitor, Suite, SystemMetrics, Timings, WindowCallback
+from lightning_perf import (
+    Flops,
+    PerfWarning,
+    SpeedMonitor,
+    Suite,
+    SystemMetrics,
+    Timings,
+    WindowCallback,
+    always_on,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +93,22 @@ def test_nothing_is_exchanged_per_batch(tmp_path: Path) -> None:
         assert set(Counter(reported[rank]) - Counter(many[rank])) == {"all_gather"}
         # One report per four batches; a report wider than one message needs a second one.
         assert reported[rank]["all_gather"] - many[rank]["all_gather"] <= 2 * 24 // 4
+
+
+class Claims(SingleDeviceStrategy):
+    """Says that there are two ranks, and gathers from this one alone."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.world_size = 2
+
+
+def test_a_strategy_that_does_not_gather_does_not_stop_training(tmp_path: Path) -> None:
+    """A world size of 2 in one process costs the metrics of all ranks, with a warning."""
+    runner = trainer(tmp_path, always_on(), strategy=Claims(), max_steps=4)
+    with pytest.warns(PerfWarning, match="Claims.all_gather returns nothing of the other ranks"):
+        runner.fit(Small())
+    assert runner.global_step == 4
 
 
 class Weights(L.Callback):
