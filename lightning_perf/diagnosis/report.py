@@ -45,7 +45,7 @@ _EVIDENCE = {
     "torch_threads": "threads of torch",
 }
 #: Numbers that the advice has in words.
-_IN_ADVICE = {"advised_workers", "advised_log_every_n_steps", "advised_batches_between"}
+_IN_ADVICE = {"advised_workers", "advised_log_every_n_steps", "advised_every_n_train_steps"}
 #: Lower bounds below this share are not shown.
 _SHOWN = 1e-3
 #: Lower bounds below this part of the share are in the headline.

@@ -119,6 +119,8 @@ class Setup:
     log_every_n_steps: int = 50
     batches_per_epoch: int | None = None
     automatic_optimization: bool = True
+    #: Optimizer steps per batch: less than 1 with accumulated gradients.
+    steps_per_batch: float = 1.0
     #: Whether each epoch has a new DataLoader.
     reloads: bool = False
     loader: Loader | None = None

@@ -86,6 +86,7 @@ class Collector:
         #: Whether an analysis runs on the worker thread.
         self.analysing = False
         self._setup = Setup()
+        self._begin_step = 0
         self._log: WindowLog
         # The fields of one `Step` after another: no objects that a garbage collection visits.
         self._steps = array("d")
@@ -116,7 +117,7 @@ class Collector:
         self._began, self._log = time.monotonic(), context.log_of(callback, "train")
         self._opened, _ = self._recordings_now()
         self._origin = Totals(self._costs())
-        self._setup = _setup(context)
+        self._setup, self._begin_step = _setup(context), context.trainer.global_step
         return True
 
     def receive(self, window: Window) -> None:
@@ -222,12 +223,17 @@ class Collector:
         context = self._context
         # Lightning creates this loader with the first validation.
         loader = _loader(compat.validation_loaders(context.trainer))
+        done = context.trainer.global_step - self._begin_step
+        setup = replace(
+            self._setup, validation_loader=loader,
+            steps_per_batch=done / self._count if done and self._count else 1.0,
+        )  # fmt: skip
         steps = np.array(self._steps).reshape(-1, len(Step._fields))
         times, flops, begins_epoch = steps.T
         return Signals(
             self._log.windows(), times, flops, np.flatnonzero(begins_epoch),
             self._count - len(steps), self._first, context.training_mfu(),
-            replace(self._setup, validation_loader=loader), self._phases_of(len(steps)),
+            setup, self._phases_of(len(steps)),
         )  # fmt: skip
 
     def close(self, reason: str) -> dict[str, object]:

@@ -534,9 +534,8 @@ class CheckpointInterval(Change):
     @override
     @classmethod
     def proposed(cls, seen: Seen) -> Iterator[Change]:
-        steps = seen.evidence("checkpoint-bound", "advised_batches_between")
-        if steps:
-            yield cls(max(steps // seen.trainer.accumulate_grad_batches, 1))
+        if steps := seen.evidence("checkpoint-bound", "advised_every_n_train_steps"):
+            yield cls(steps)
 
     @override
     def begin(self, trainer: Any) -> None:

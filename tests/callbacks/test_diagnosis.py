@@ -719,6 +719,17 @@ def test_a_checkpoint_is_named_with_the_hook_that_writes_it(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_checkpoint_advice_counts_optimizer_steps(tmp_path: Path) -> None:
+    """With two batches per step, as many steps are advised as half of the batches."""
+    saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
+    options = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
+    found = blamed(diagnose(tmp_path, SlowCheckpoint(), saves, **options))["checkpoint-bound"]
+    steps = int(found.evidence["advised_every_n_train_steps"])
+    assert f"Every {2 * steps} batches" in found.advice
+    assert f"every_n_train_steps={steps})" in found.advice
+
+
+@pytest.mark.slow
 def test_a_healthy_run_has_no_verdict(tmp_path: Path) -> None:
     """Neither its warm-up nor gradient accumulation gives a verdict."""
     diagnosis = diagnose(tmp_path, Model(), accumulate_grad_batches=4, max_epochs=3)

@@ -161,7 +161,7 @@ def test_intervals_are_those_of_the_advice(tmp_path: Path) -> None:
         tmp_path,
         verdict("logger-bound", advised_log_every_n_steps=400, advised_step_seconds=0.1),
         verdict("validation-bound"),
-        verdict("checkpoint-bound", advised_batches_between=80),
+        verdict("checkpoint-bound", advised_every_n_train_steps=40),
         accumulate_grad_batches=2,
     )
     assert names(found) == [

@@ -174,16 +174,19 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     per_checkpoint = float(seconds.sum() / saves)
     interval = signals.batches / saves
     times = max(min(signals.share(seconds) / aim, saves / left), 2)
-    rarer = max(round(interval * times), 2)
+    # ModelCheckpoint counts optimizer steps.
+    per_batch = signals.setup.steps_per_batch
+    steps = max(round(interval * times * per_batch), 1)
+    rarer = round(steps / per_batch)
     slowest = max(rows, key=signals.seconds).name
     advice = (
         f"A checkpoint takes {duration(per_checkpoint)} and is written every "
         f"{counted(round(interval), 'batch')}. Every {rarer} batches gives {PROMISE} "
-        "(ModelCheckpoint(every_n_train_steps=...)); save_weights_only=True writes less."
+        f"(ModelCheckpoint(every_n_train_steps={steps})); save_weights_only=True writes less."
     )
     evidence = {
         "checkpoints": saves, "seconds_per_checkpoint": per_checkpoint, "batches_between": interval,
-        "advised_batches_between": float(rarer),
+        "advised_every_n_train_steps": float(steps),
     }  # fmt: skip
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
