@@ -664,6 +664,19 @@ def test_a_callback_that_works_at_times_is_no_stall_beside_another_one() -> None
     }  # fmt: skip
 
 
+def test_a_callback_that_works_at_times_is_described_by_its_working_calls() -> None:
+    """Not by the mean over all of its calls, most of which do nothing."""
+    phases = fine_batches(STEPS)
+    phases[:, CATEGORIES.index("callbacks")] = 1e-5
+    phases[range(9, STEPS, 10), CATEGORIES.index("callbacks")] = 0.3
+    signals = signals_of_batches(phases, named={PLOTS: every(0.3)})
+    (verdict,) = diagnose(signals).verdicts
+    assert verdict.code == "callback-bound"
+    assert verdict.advice.startswith("Plots.on_train_batch_end takes 300 ms every 10 batches.")
+    assert verdict.evidence["calls"] == STEPS / 10
+    assert verdict.evidence["seconds_per_call"] == pytest.approx(0.3, rel=1e-3)
+
+
 def test_slow_loading_is_no_part_of_a_slowdown() -> None:
     """A stretch of slow batches and one that waits for data: each verdict has its own."""
     phases = fine_batches(STEPS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
 from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, STRATEGY
 from lightning_perf.timing.totals import CATEGORIES
@@ -26,6 +27,8 @@ _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
 _AT_INTERVALS = (".log_metrics", ".save")
 #: The part of the time for a file from which on a batch writes one.
 _WRITES = 0.1
+#: The part of a method's time in few batches from which on it works in these alone.
+_AT_TIMES = 0.9
 #: Methods of a class in a text.
 _LISTED = 5
 #: Lightning's own progress bars, which have a refresh rate.
@@ -85,9 +88,11 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         calls = max(float(signals.steady(signals.actions[slowest].calls).sum()), 1.0)
         culprit = slowest.name
         if len(rows) == 1:
-            per_call = float(signals.steady(seconds).sum()) / calls
-            takes = f"{called(culprit)} takes {duration(per_call)} per call"
-            evidence: dict[str, float | str] = {"calls": calls, "seconds_per_call": per_call}
+            each = float(signals.steady(seconds).sum()) / calls, "per call", calls
+            at_times = _works_at(signals, slowest, costs[slowest])
+            per_call, often, worked = at_times or each
+            takes = f"{called(culprit)} takes {duration(per_call)} {often}"
+            evidence: dict[str, float | str] = {"calls": worked, "seconds_per_call": per_call}
         else:
             parts = [(row.name.partition(".")[2], costs[row] / total) for row in rows[:_LISTED]]
             split = ", ".join(f"{name} {share:.0%}" for name, share in parts)
@@ -99,6 +104,25 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
             seconds, events, culprit, slowest.category, evidence=evidence, within=within
         )
         yield _Hooks(owner, {row: costs[row] for row in rows}, calls, takes, impact)
+
+
+def _works_at(signals: Signals, row: Action, seconds: float) -> tuple[float, str, float] | None:
+    """How long a method takes at a time, how often, and how many times, if it works in few batches.
+
+    Known if its category has little beside it.
+    """
+    beside = float(signals.steady(signals.total(signals.rows(row.category)).seconds).sum())
+    if not len(signals.phases) or seconds < _AT_TIMES * beside:
+        return None
+    values = signals.phases[:, CATEGORIES.index(row.category)]
+    found = stats.stalls(values)
+    count = len(found.positions)
+    if found.excess.sum() <= _AT_TIMES * np.nansum(values):
+        return None
+    often = f"in {count} of {counted(len(values), 'batch')}"
+    if found.period is not None:
+        often = f"every {found.period:.0f} batches"
+    return float(found.excess.sum() / count), often, float(count)
 
 
 def callback_bound(signals: Signals, named: float) -> Iterable[Impact]:
