@@ -39,6 +39,7 @@ _WAITS = {
     "forward": ("waits/forward", "waits/forward"),
     "backward": ("waits/backward", "waits/exchange"),
     "reduce_metrics": ("timings/reduce_metrics", "timings/reduce_metrics"),
+    "validation": ("waits/validation", "waits/validation"),
 }
 #: The same by the GPU's clock.
 _DEVICE_WAITS = {
@@ -236,8 +237,14 @@ class Signals:
 
     def shared(self, name: str) -> Numbers:
         """Seconds of a category that all ranks spend: a rank that spends more is a straggler."""
-        least = [window.least(f"timings/{name}") for window in self.windows]
+        least = self.work[name].min(axis=1) + self.exchanged(name)
         return np.minimum(self.category(name), least)
+
+    def exchanged(self, name: str) -> Numbers:
+        """Seconds of a category in which ranks exchange values: the least wait of a rank."""
+        if self.on_device or name not in self.mutual:
+            return self.nothing
+        return np.array([window.least(_WAITS[name][1]) for window in self.windows])
 
     @cached_property
     def on_device(self) -> bool:

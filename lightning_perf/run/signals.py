@@ -123,15 +123,19 @@ class WaitSignal:
         self._recorder, self._node = recorder, node_rank
         self._device = tuple(_DEVICE_WAITS.values()) if recorder.device else ()
         device = tuple(_DEVICE_WAITS) if recorder.device else ()
-        self.columns = ("waits/node_rank", "waits/exchange", *_WAITS, *device)
+        names = "waits/node_rank", "waits/exchange", "waits/validation"
+        self.columns = (*names, *_WAITS, *device)
 
     def totals(self, stage: str) -> Sequence[float]:
         """Seconds of a stage, without stages within it."""
         totals, none = self._recorder.totals(), Cost(0.0, 0)
         host = [totals.costs.get(Action(stage, *action), none) for action in _WAITS.values()]
         device = [totals.device.get(Action(stage, name, "device"), none) for name in self._device]
-        exchange = self._recorder.exchange.total() if stage == "train" else 0.0
-        return [self._node, exchange, *(cost.seconds for cost in (*host, *device))]
+        exchange = nested = 0.0
+        if stage == "train":
+            exchange = self._recorder.exchange.total()
+            nested = totals.by_category("validate", own=True)["reduce_metrics"]
+        return [self._node, exchange, nested, *(cost.seconds for cost in (*host, *device))]
 
 
 class FormulaSignal:

@@ -48,6 +48,15 @@ def test_the_late_rank_and_its_phase_are_named(category: str, phase: str, ranks:
     assert found.share == pytest.approx(5 / 16)
 
 
+def test_a_rank_that_validates_longer_is_named_where_values_are_exchanged() -> None:
+    """The others wait for it within validation, which takes as long on all ranks."""
+    windows = [ranks_window(3, {"validation": {1: 5.0}}, {"waits/validation": {0: 5.0, 2: 5.0}})]
+    found = find_straggler(windows * 3)
+    assert found is not None
+    assert (found.rank, found.phase) == (1, "validation")
+    assert found.seconds == pytest.approx(0.5)
+
+
 def test_a_late_rank_0_is_named_at_the_start_and_for_its_buffers() -> None:
     """Lightning and DDP broadcast from rank 0: the others then wait before backward."""
     for column in ("waits/start", "waits/forward"):

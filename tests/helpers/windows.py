@@ -14,7 +14,10 @@ from lightning_perf.run.window_log import TIMES
 from lightning_perf.timing.totals import CATEGORIES
 
 #: The categories that waiting is a part of.
-_WAITS = {"waits/start": "other", "waits/forward": "forward", "waits/backward": "backward"}
+_WAITS = {
+    "waits/start": "other", "waits/forward": "forward", "waits/backward": "backward",
+    "waits/validation": "validation",
+}  # fmt: skip
 
 
 def window_of(columns: dict[str, list[float]], **options: Any) -> Window:

@@ -68,6 +68,7 @@ def spans(clocked: bool) -> Any:
         Action("train", "backward", "backward"): Cost(8.0, 2),
         Action("train", "backward", GRADIENTS): Cost(4.0, 0),
         Action("validate", "backward", GRADIENTS): Cost(99.0, 0),
+        Action("validate", "reduce_metrics", "DDPStrategy.reduce"): Cost(5.0, 1),
     }
     device = {
         Action("train", name, "device"): Cost(seconds, 2)
@@ -88,7 +89,7 @@ def test_waits_are_columns_of_their_own_and_part_of_their_categories() -> None:
         signal = WaitSignal(recorded, node_rank=3)
         found = dict(zip(signal.columns, signal.totals("train"), strict=True))
         expected = {
-            "waits/node_rank": 3, "waits/exchange": 3.5,
+            "waits/node_rank": 3, "waits/exchange": 3.5, "waits/validation": 5.0,
             "waits/start": 1.0, "waits/forward": 2.0, "waits/backward": 4.0,
         }  # fmt: skip
         if clocked:

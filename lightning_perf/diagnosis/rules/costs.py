@@ -242,6 +242,9 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
     costs = {name: float(seconds.sum()) for name, seconds in signals.within(rows).items()}
     compilations = [r for r in signals.actions if (r.stage, r.category) == (COMPILE, "validation")]
+    # Ranks that wait for a late one validate no longer.
+    if "reduce_metrics" in costs and "validation" in signals.mutual:
+        costs["reduce_metrics"] = float(signals.exchanged("validation").sum())
     if "forward" in costs:
         costs["forward"] -= float(signals.total(compilations).seconds.sum())
     phase = max(costs, key=costs.__getitem__, default="validation")
@@ -267,7 +270,7 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
             )
         advice = f"{takes} in validation{remedy} {advice}"
         # What it takes on this rank alone, others wait for.
-        longer = signals.own_work("validation") - seconds
+        longer = signals.own_work("validation") - signals.work["validation"].min(axis=1)
         seconds += np.minimum(signals.actions[slowest].seconds, longer)
         within = signals.lost({"validation": seconds})
     yield Impact(  # too rare for a bootstrap

@@ -29,7 +29,7 @@ PHASES = {
     "backward": (("backward",), ("waits/backward",)),
     "optimizer": (("optimizer_step", "step_lr_schedulers"), ()),
     "callback": (("callbacks", "logging", "checkpoint", "from_device", "other"), ("waits/start",)),
-    "validation": (("validation",), ()),
+    "validation": (("validation",), ("waits/validation",)),
 }
 #: The same by the GPU's clock: a GPU that has work queued does not wait for its host.
 _DEVICE_PHASES = {
