@@ -237,7 +237,7 @@ class Signals:
 
     def shared(self, name: str) -> Numbers:
         """Seconds of a category that all ranks spend: a rank that spends more is a straggler."""
-        least = self.work[name].min(axis=1) + self.exchanged(name)
+        least: Numbers = self.work[name].min(axis=1) + self.exchanged(name)
         return np.minimum(self.category(name), least)
 
     def exchanged(self, name: str) -> Numbers:
