@@ -417,7 +417,7 @@ class GcTimer:
         >>> timer = GcTimer()
         >>> _ = gc.collect()
         >>> timer.close()
-        >>> [(began, seconds)] = timer.ended()
+        >>> (began, seconds), *_ = timer.ended()
     """
 
     def __init__(self) -> None:
