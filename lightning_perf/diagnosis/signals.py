@@ -31,6 +31,8 @@ RUNNING = Action(QUEUE, "", "running")
 COMPUTE = ("forward", "backward", "optimizer_step")
 #: Categories of the time of batches. Nested validation is between them.
 IN_BATCHES = tuple(name for name in CATEGORIES if name != "validation")
+#: Hooks that callbacks and modules run before the first batch.
+BEFORE = (".on_train_start", ".on_train_epoch_start")
 #: The name of the parts of categories in which ranks wait for one another, and their columns: the
 #: whole wait, and what of it is the exchange itself.
 WAITS = "waits"

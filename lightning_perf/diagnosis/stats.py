@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, sqrt
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -35,19 +35,24 @@ _LEVELS = 0.7
 _ONE, OVER = 0.7, 0.5
 #: Stalls below this part of the usual one are another thing.
 _SMALL = 0.2
-#: Standard deviations of a normal distribution: of a probability of 0.001 on one side, and of 0.95
-#: on both.
-_SURE, _CONFIDENCE = 3.09, 1.96
+#: Standard deviations of a normal distribution: of a probability of 0.001 and of 0.05 on one side,
+#: and of 0.95 on both.
+_SURE, _ONE_SIDED, _CONFIDENCE = 3.09, 1.645, 1.96
 
 
 def lower_share(
-    parts: Numbers, wholes: Numbers, events: float | None = None, waits: Numbers | None = None
+    parts: Numbers,
+    wholes: Numbers,
+    events: float | None = None,
+    waits: Numbers | None = None,
+    named: bool = False,
 ) -> float:
     """The 5th percentile of ``sum(parts) / sum(wholes)``, by a block bootstrap over windows.
 
     With too few windows, the ratio itself. Rare ``events`` are in few windows, so windows are
-    merged until each holds about two. ``waits`` are seconds in which the thread waited for a CPU;
-    with them, the share excludes this waiting.
+    merged until each holds about two. If they are ``named``, their number counts as well, even if
+    all of them are in one part of the run. ``waits`` are seconds in which the thread waited for a
+    CPU; with them, the share excludes this waiting.
 
     Example:
         A part that takes longer by as much as the thread waited:
@@ -62,9 +67,22 @@ def lower_share(
     if blocks < _FEWEST_BLOCKS:
         return float(parts.sum() / wholes.sum())
     series = (parts, wholes, np.zeros_like(wholes) if waits is None else waits)
-    (parts, wholes, waits), drawn = _blocks(series, blocks, _RESAMPLES, seed=0)
-    shares = _uncontended(parts[drawn], wholes[drawn], waits[drawn])
-    return float(np.quantile(shares, _LOWER))
+    sums, drawn = _blocks(series, blocks, _RESAMPLES, seed=0)
+    lower = float(np.quantile(_uncontended(*(each[drawn] for each in sums)), _LOWER))
+    if events is None or not named:
+        return lower
+    whole = _uncontended(*(each[np.newaxis] for each in series))
+    return max(lower, _fewest(parts) * float(whole[0]))
+
+
+def _fewest(parts: Numbers) -> float:
+    """The 5th percentile of the number of events with these costs, as a part of their number.
+
+    The number is that of equal ones; it varies like Poisson's (approximation by Wilson and
+    Hilferty).
+    """
+    count = parts.sum() ** 2 / max((parts**2).sum(), 1e-24)
+    return float(max(1 - 1 / (9 * count) - _ONE_SIDED / (3 * sqrt(count)), 0.0) ** 3)
 
 
 def resampled_ratios(parts: Numbers, wholes: Numbers, resamples: int, seed: int) -> Numbers:

@@ -718,6 +718,21 @@ def test_a_checkpoint_is_named_with_the_hook_that_writes_it(tmp_path: Path) -> N
     assert found["checkpoint-bound"].culprit == "SlowCheckpoint.on_save_checkpoint"
 
 
+class SlowStart(L.Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        CLOCK.sleep(1.0)
+
+
+@pytest.mark.slow
+def test_a_hook_before_the_first_batch_is_warm_up_alone(tmp_path: Path) -> None:
+    """Also in a run of two reports, of which the first one is not left out."""
+    found = blamed(diagnose(tmp_path, Model(), SlowStart(), log_every_n_steps=50))
+    assert [(code, each.culprit) for code, each in found.items()] == [
+        ("warmup", "SlowStart.on_train_start")
+    ]
+    assert found["warmup"].share == pytest.approx(1.0 / (1.0 + 80 * STEP), abs=0.02)
+
+
 @pytest.mark.slow
 def test_checkpoint_advice_counts_optimizer_steps(tmp_path: Path) -> None:
     """With two batches per step, as many steps are advised as half of the batches."""

@@ -647,6 +647,19 @@ def test_files_of_one_checkpoint_count_as_one(at_end: bool) -> None:
     assert impact.evidence["seconds_per_checkpoint"] == pytest.approx(0.4)
 
 
+def test_checkpoints_in_one_part_of_a_run_are_a_cause() -> None:
+    """They were written, and are named: where in the run does not make them uncertain."""
+    writing = Action("train", "checkpoint", "checkpoint writing (Saver.on_train_batch_end)")
+    at = 1, 2, 3, 4
+    costs = [(0.6, 2) if n in at else (0.0, 0) for n in range(WINDOWS)]
+    signals = signals_of({**FINE, "checkpoint": window(*at, seconds=0.6)}, named={writing: costs})
+    (verdict,) = diagnose(signals).verdicts
+    share = 4 * 0.6 / signals.wall.sum()
+    assert (verdict.code, verdict.severity) == ("checkpoint-bound", "warning")
+    assert verdict.share == pytest.approx(share)
+    assert verdict.evidence["lower_bound_share"] == pytest.approx(0.34 * share, rel=0.02)
+
+
 def test_a_callback_that_works_at_times_is_no_stall_beside_another_one() -> None:
     """Each callback has its seconds, which are not those of forward as well."""
     at = range(0, STEPS, 5)

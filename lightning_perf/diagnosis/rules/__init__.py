@@ -271,7 +271,8 @@ def judge(
     if not per_batch >= _INFO * LEAST:
         return  # before the bootstrap, which takes most of the time
     waiting = signals.waiting[start:] if impact.contended else None
-    certain = impact.certain * lower_share(seconds, wall, impact.events, waiting)
+    named = impact.culprit is not None
+    certain = impact.certain * lower_share(seconds, wall, impact.events, waiting, named)
     certain = min(certain, share)
     severity = severity_of(share, certain, threshold, per_batch)
     if severity is None:

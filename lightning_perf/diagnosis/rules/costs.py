@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
-from lightning_perf.diagnosis.signals import COMPILE, COMPUTE, GC, STRATEGY
+from lightning_perf.diagnosis.signals import BEFORE, COMPILE, COMPUTE, GC, STRATEGY
 from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import counted, duration
 
@@ -76,7 +76,10 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         owner, dot, _ = row.name.partition(".")
         # Without what Lightning itself does, such as broadcasts, and without communication.
         lightning = owner.endswith(("Trainer", STRATEGY))
-        cost = float(signals.steady(signals.actions[row].seconds).sum())
+        series = signals.actions[row]
+        cost = float(signals.steady(series.seconds).sum())
+        if row.name.endswith(BEFORE) and series.calls.sum() <= 1:
+            continue  # a part of the warm-up
         if cost and (dot or row.category == _SCHEDULERS) and not lightning:
             classes[owner][row] = cost
     for owner, costs in classes.items():

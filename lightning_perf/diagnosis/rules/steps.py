@@ -12,6 +12,7 @@ from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, called, stretch_of, without_none
 from lightning_perf.diagnosis.rules.ranks import Lateness, waited_for
 from lightning_perf.diagnosis.signals import (
+    BEFORE,
     COMPILE,
     COMPUTE,
     GC,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
     from lightning_perf.diagnosis.stats import Numbers
 
-#: Hooks that callbacks and modules run once before the first batch.
-_BEFORE = (".on_train_start", ".on_train_epoch_start")
 #: A few stalls count from these mean seconds on; how certain it is that they come again.
 _LONG, _AGAIN = 1.0, 0.05
 #: Categories below this share of a batch are too noisy to compare.
@@ -54,7 +53,7 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
         raise Unknown("the first batch or the others were not timed")
     median = float(np.nanmedian(signals.steps))
     # Hooks that run before it are not part of it. What they take in each epoch is no warm-up.
-    hooks = [row for row in signals.rows("callbacks", "other") if row.name.endswith(_BEFORE)]
+    hooks = [row for row in signals.rows("callbacks", "other") if row.name.endswith(BEFORE)]
     calls = {row: _first_call(signals.actions[row]) for row in hooks}
     before = sum(extra for _, extra in calls.values())
     hook = max(hooks, key=lambda row: calls[row][1], default=None)
