@@ -72,14 +72,18 @@ def lower_share(
     if events is None or not named:
         return lower
     whole = _uncontended(*(each[np.newaxis] for each in series))
-    return max(lower, _fewest(parts) * float(whole[0]))
+    return max(lower, fewest(parts) * float(whole[0]))
 
 
-def _fewest(parts: Numbers) -> float:
+def fewest(parts: Numbers) -> float:
     """The 5th percentile of the number of events with these costs, as a part of their number.
 
     The number is that of equal ones; it varies like Poisson's (approximation by Wilson and
     Hilferty).
+
+    Example:
+        >>> round(fewest(np.array([0.0, 2.0, 0.0, 2.0, 2.0])), 2)
+        0.27
     """
     count = parts.sum() ** 2 / max((parts**2).sum(), 1e-24)
     return float(max(1 - 1 / (9 * count) - _ONE_SIDED / (3 * sqrt(count)), 0.0) ** 3)

@@ -12,6 +12,7 @@ import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
 from lightning_perf.diagnosis.signals import STRATEGY, WAITS, Unknown
+from lightning_perf.diagnosis.stats import fewest
 from lightning_perf.units import counted, duration, rounded
 
 if TYPE_CHECKING:
@@ -287,11 +288,12 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
         reports = counted(int(count), "report")
         raise Unknown(f"{reports} after the warm-up, and comparing ranks needs {least.fewest}")
     late, seconds = waited_for(signals, least)
-    # With other programs on the CPUs, any rank is late occasionally.
-    taken = _taken(signals)
+    # With other programs on the CPUs, any rank is late occasionally: by a time slice, and by what
+    # it waits for a CPU.
+    taken, queue = _taken(signals), signals.per_batch(signals.waiting)
+    wait = signals.per_batch(seconds)
+    certain = max(1 - taken * (_TIME_SLICE + queue) / max(wait, 1e-12), 0.0)
     if late is None:
-        wait, queue = signals.per_batch(seconds), signals.per_batch(signals.waiting)
-        certain = max(1 - taken * (_TIME_SLICE + queue) / max(wait, 1e-12), 0.0)
         advice = (
             f"Ranks wait {duration(wait)} per batch for one another, and no rank is late most of "
             "the time. Look for batches that take longer on one rank than on the "
@@ -305,6 +307,8 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
         return
     if late.seconds < LEAST:
         return
+    # One that is late often is so by itself.
+    again = max(1 - taken, min(certain, fewest(signals.steady(seconds))))
     who = f"rank {late.rank}"
     evidence: dict[str, float | str] = {
         "waited_seconds": late.seconds,
@@ -318,7 +322,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     )
     yield Impact(
         seconds, 1.0, who, late.phase, late.rank, evidence, advice, on_host=False,
-        certain=1.0 if late.chronic else 1 - taken, inferred=True,
+        certain=1.0 if late.chronic else again, inferred=True,
         within={} if signals.on_device else _by_category(signals, seconds),
     )  # fmt: skip
 
