@@ -259,25 +259,20 @@ class RunSummary:
     def join(self) -> bool:
         """Add the stages of earlier functions of the run; whether another process trained.
 
-        For a run with a fit, the fit is what the summary is about.
+        For a run with a fit, the fit is what the summary is about: an evaluation adds to it, and
+        changes neither its status nor its time.
         """
         context, content = self._context, self._own
         earlier = self._earlier or _EARLIER.get(context.trainer)
         if earlier is None or earlier["run"] != content["run"]:
             return False
-        first = _EARLIER.get(context.trainer)
-        if first is None or first["run"] != content["run"]:
-            first = _EARLIER[context.trainer] = earlier
         kept: dict[str, Any] = {}
         if "train" in earlier["stages"] and context.trainer.state.fn != "fit":
-            kept = dict(earlier)
-            # An update of this function has replaced how the fit ended.
-            known = earlier if earlier["status"] != RUNNING else first
-            if content["status"] == RUNNING or known["status"] == RUNNING:
-                known = content
-            for key in ("ended", "updated"):
-                kept.pop(key, None)
-            kept |= {key: known[key] for key in ("status", "ended") if key in known}
+            kept, times = dict(earlier), ("updated", "ended")
+            hangs = [hang for each in (earlier, content) for hang in each.get("hangs", ())]
+            if hangs:  # one of this function may have ended since its report
+                kept["hangs"] = [*{hang["began"]: hang for hang in hangs}.values()]
+            content = {key: each for key, each in content.items() if key not in times}
         stages = _joined(earlier["stages"], content["stages"])
         self.content = {**content, **kept, "stages": stages}
         return bool(self.content.get("process") != content["process"])

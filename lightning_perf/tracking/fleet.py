@@ -136,7 +136,7 @@ def _order(run: FleetRun) -> tuple[float, float]:
 def _of_summary(folder: Path, summary: Summary, seen: float, jobs: _Jobs) -> FleetRun:
     stages = summary["stages"].values()
     seconds = sum((each.get("whole_run") or {}).get("seconds", 0.0) for each in stages)
-    kept, status, patience = None, summary["status"], DEAD
+    kept, patience = None, DEAD
     noted = summary.get("goodput", {})
     job = jobs.get((folder, noted.get("job", "")), {})
     ordered = [job[name] for name in sorted(job)]
@@ -146,17 +146,21 @@ def _of_summary(folder: Path, summary: Summary, seen: float, jobs: _Jobs) -> Fle
         last = ordered[-1][1]
         others = [each for its, each in ordered if its != folder]
         seconds, kept = held_and_kept(goodput([each for _, each in ordered]), others)
-        if status == RUNNING and last.seen > seen:
+        if summary["status"] == RUNNING and last.seen > seen:
             seen, patience = min(last.seen, _now()), SILENT
     elif "held_seconds" in noted:  # a copy of the summary alone, such as MLflow's
         seconds = noted.get("run_held_seconds", noted["held_seconds"])
         kept = noted.get("run_kept_seconds", noted.get("kept_seconds"))
-    if status == RUNNING and is_alive(summary.get("process", {}), seen) is False:
-        status = "killed"
-    elif status.startswith("stopped"):
-        status = "failed"
-    times = _times(status, seconds, kept, seen, _devices(summary.get("setup", {})))
+    times = _times(_status(summary, seen), seconds, kept, seen, _devices(summary.get("setup", {})))
     return _with(FleetRun(_short(summary["run"]), str(folder), **times), summary, patience)
+
+
+def _status(summary: Summary, seen: float) -> str:
+    """How a run ended, or that it runs; killed if its process is gone."""
+    status: str = summary["status"]
+    if status == RUNNING and is_alive(summary.get("process", {}), seen) is False:
+        return "killed"
+    return "failed" if status.startswith("stopped") else status
 
 
 def _hang(summary: Summary) -> str:
@@ -298,17 +302,25 @@ def _of_mlflow(run: Any) -> FleetRun:
     )
 
 
+def _is_evaluated(summary: Summary) -> bool:
+    """Whether a run has a fit and an evaluation."""
+    stages = summary["stages"]
+    return "train" in stages and any("status" in each for each in stages.values())
+
+
 def _refined(client: MlflowClient, found: FleetRun) -> FleetRun:
     """A run with the figures of its summary, if it has uploaded one."""
     path = found.source.data.tags.get(SUMMARY_TAG, "")
     if path and is_trusted(client, found.source):
         with suppress(Exception):  # its files may be gone, and MLflow raises many kinds of errors
             summary = downloaded(client, found.source, path)
-            process = summary.get("process", {})
-            if job := job_of(found.source.data.tags):
-                if job["process"] != process:  # that of an earlier attempt
-                    summary = {**summary, "hangs": []}
-            elif summary["status"] == RUNNING and is_alive(process, found.seen) is False:
-                found = replace(found, state="killed", silent_hours=0.0)
+            job, status = job_of(found.source.data.tags), _status(summary, found.seen)
+            if job and job["process"] != summary.get("process", {}):  # that of an earlier attempt
+                summary = {**summary, "hangs": []}
+            elif (status == "killed" and not job) or (
+                # Lightning has set MLflow's status to that of the evaluation.
+                status != RUNNING != found.source.info.status.lower() and _is_evaluated(summary)
+            ):
+                found = replace(found, state=status, silent_hours=0.0)
             return _with(found, summary)
     return found

@@ -615,6 +615,34 @@ def test_a_killed_run_of_mlflow_does_not_hang(
     assert states["old"].startswith("lost since 20")
 
 
+def test_an_evaluation_does_not_say_how_the_fit_of_a_run_of_mlflow_ended(
+    client: MlflowClient, experiment: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Lightning sets MLflow's status at the end of each function: the summary has the fit's."""
+    process = {"host": platform.node(), "pid": 2**22 + 1}
+    trained = summary_of("")["stages"]
+    tested = trained | {"test": {"status": "stopped by an exception"}}
+    for name, status, mlflow_s, stages in (
+        ("test failed", "finished", "FAILED", tested),
+        ("killed, then tested", "running", "FINISHED", tested),
+        ("failed, then tested", "stopped by an exception", "FINISHED", tested),
+        ("later fit failed", "finished", "FAILED", trained),
+        ("goes on", "finished", "RUNNING", tested),
+    ):
+        add_run(
+            client, experiment, name, hours=1, status=mlflow_s, folder=tmp_path,
+            summary=summary_of(name, status, process=process, stages=stages),
+            job=noted(1, 0.5, **process) if name != "goes on" else None,
+        )  # fmt: skip
+    assert {name: each["state"] for name, each in shown(capsys).items()} == {
+        "test failed": "finished",
+        "killed, then tested": "killed",
+        "failed, then tested": "failed",
+        "later fit failed": "failed",
+        "goes on": "running",
+    }
+
+
 def test_the_current_folder_is_the_default(in_tmp: Path, capsys: Any) -> None:
     """Without an address of MLflow and its database."""
     (in_tmp / "run").mkdir()

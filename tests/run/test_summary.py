@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -643,38 +644,111 @@ def test_a_later_test_of_the_run_adds_its_stage(tmp_path: Path, mlflow_database:
 
 
 class WaitsDuringTest(L.Callback):
-    """Waits in a test until the summary says that the run is running."""
+    """Waits in an evaluation until the summary has it, and keeps what that says."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.seen = root, dict[str, Any]()
 
-    def on_test_batch_end(self, *args: Any) -> None:
-        if args[-2] == 8:
-            until(lambda: summary_of(self.root)["status"] == "running")
+    def _wait(self, *args: Any) -> None:
+        def has_it() -> bool:
+            self.seen = summary_of(self.root)
+            return any(each.get("status") == "running" for each in self.seen["stages"].values())
+
+        if args[3] == 8 and args[0].state.fn != "fit":
+            until(has_it)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start = _wait
 
 
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("function", ["test", "validate", "predict"])
 @pytest.mark.parametrize("status", ["finished", "stopped by an exception"])
-def test_a_long_test_keeps_how_the_fit_ended(
-    status: str, same: bool, tmp_path: Path, mlflow_database: str, monkeypatch: pytest.MonkeyPatch
+def test_a_long_evaluation_keeps_how_the_fit_ended(
+    status: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is running during the test, and afterwards has its fit's status and time again."""
+    """Only the stage is running: the run keeps its fit's status and time, and what follows them."""
     monkeypatch.setattr(run_summary, "REFRESH", 0.0)
     monkeypatch.setattr(run_summary, "MOST_TIME", float("inf"))
-    logger = MLFlowLogger("tested", run_name="tested", tracking_uri=mlflow_database)
     waits = WaitsDuringTest(tmp_path)
-    fits = trainer(tmp_path, *callbacks(), waits, logger=logger, log_every_n_steps=2)
+    options: Any = {"logger": Records(), "log_every_n_steps": 2, "limit_val_batches": 16}
+    run: L.Trainer = trainer(tmp_path, *callbacks(), waits, **options)
     with nullcontext() if status == "finished" else pytest.raises(ValueError, match="mine"):
-        fits.fit(Small() if status == "finished" else Crashes())
+        run.fit(Small() if status == "finished" else Crashes())
     trained = summary_of(tmp_path)
     assert trained["status"] == status
-    if not same:
-        again = MLFlowLogger("tested", tracking_uri=mlflow_database, run_id=str(logger.run_id))
-        fits = trainer(tmp_path, *callbacks(), waits, logger=again, log_every_n_steps=2)
-    fits.test(Small(), verbose=False)
-    tested = summary_of(tmp_path)
-    assert list(tested["stages"]) == ["train", "test"]
-    assert (tested["status"], tested["ended"]) == (status, trained["ended"])
+    getattr(run, function)(Small())
+    stage = "validate_alone" if function == "validate" else function
+    for found, its in ((waits.seen, "running"), (summary_of(tmp_path), "finished")):
+        assert found["stages"].pop(stage)["status"] == its
+        assert {key: each for key, each in trained.items() if found[key] != each} == {}
+
+
+def _fit_killed(folder: Path) -> None:
+    class Killed(Small):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if batch_idx == 10:
+                until(lambda: [*folder.rglob("summary.json")])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().training_step(batch, batch_idx)
+
+    run_summary.REFRESH = 0.0
+    trainer(folder, *callbacks(), logger=Records(), log_every_n_steps=2).fit(Killed())
+
+
+def _test_killed(folder: Path) -> None:
+    class Killed(Small):
+        def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            if batch_idx == 10:
+                until(lambda: "test" in summary_of(folder)["stages"])
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    run_summary.REFRESH, run_summary.MOST_TIME = 0.0, float("inf")
+    run = trainer(folder, *callbacks(), logger=Records(), log_every_n_steps=2)
+    run.fit(Small())
+    run.test(Killed(), verbose=False)
+
+
+def test_a_finished_training_stays_so_if_its_test_is_killed(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """In `runs`, too; also after a further test, of another process."""
+    fork_server.start(tmp_path / "log", _test_killed, tmp_path / "run").wait()
+    for tests in (1, 2):
+        found = summary_of(tmp_path / "run")
+        assert (found["status"], "updated" in found) == ("finished", False)
+        assert found["stages"]["test" if tests == 1 else "test_1"]["status"] == "running"
+        assert [each.state for each in in_folder(tmp_path / "run", 0.0, [])] == ["finished"]
+        trainer(tmp_path / "run", *callbacks(), logger=Records()).test(Small(), verbose=False)
+
+
+def test_a_killed_training_stays_so_if_its_checkpoint_is_tested(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """The test of another process has ended, and the fit has not."""
+    fork_server.start(tmp_path / "log", _fit_killed, tmp_path / "run").wait()
+    killed = summary_of(tmp_path / "run")
+    assert killed["status"] == "running"
+    trainer(tmp_path / "run", *callbacks(), logger=Records()).test(Small(), verbose=False)
+    found = summary_of(tmp_path / "run")
+    assert found["stages"]["test"]["status"] == "finished"
+    assert (found["status"], found["updated"]) == ("running", killed["updated"])
+    assert "ended" not in found
+    assert [each.state for each in in_folder(tmp_path / "run", 0.0, [])] == ["killed"]
+
+
+def test_hangs_of_an_evaluation_are_added_to_those_of_the_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was reported, and has ended since, says so."""
+    run = trainer(tmp_path, *callbacks(), logger=Records())
+    run.fit(Small())
+    (path,) = tmp_path.rglob("summary.json")
+    hangs = [{"began": f"2026-11-25T10:0{n}:00+0000", "seconds": 9.0, "text": "x"} for n in (1, 2)]
+    path.write_text(json.dumps({**read_summary(path), "hangs": hangs}))
+    ended = {**hangs[1], "ended": "2026-11-25T10:08:00+0000"}
+    timings = Timings()
+    monkeypatch.setattr(timings, "summary_sections", lambda: {"hangs": [ended]})
+    trainer(tmp_path, timings, logger=Records()).test(Small(), verbose=False)
+    assert summary_of(tmp_path)["hangs"] == [hangs[0], ended]
 
 
 def test_validation_of_its_own_does_not_replace_that_of_the_fit(tmp_path: Path) -> None:
