@@ -100,11 +100,24 @@ def in_folder(root: Path, since: float, unreadable: list[SummaryError]) -> list[
     """
     summaries = [*summaries_below(root, _LEVELS, unreadable)]
     attempts, found = _attempts_of(path.parent for path, _ in summaries), []
+    runs = {(each["run"], _job(each)) for path, each in summaries if _key(path, each) in attempts}
     for path, summary in summaries:
+        has_attempts = _key(path, summary) in attempts or (path.parent / ATTEMPTS).exists()
+        if (summary["run"], _job(summary)) in runs and not has_attempts:
+            continue  # a copy of the summary alone, such as an artifact of MLflow
         with suppress(OSError):  # it was deleted meanwhile
             if (seen := path.stat().st_mtime) >= since:
                 found.append(_of_summary(path.parent, summary, seen, attempts))
     return sorted(found, key=_order)
+
+
+def _job(summary: Summary) -> str:
+    return str(summary.get("goodput", {}).get("job", ""))
+
+
+def _key(path: Path, summary: Summary) -> tuple[Path, str]:
+    """The key of a run's attempts, by its file."""
+    return path.parent, _job(summary)
 
 
 def _attempts_of(folders: Iterable[Path]) -> _Jobs:

@@ -489,6 +489,25 @@ def test_attempts_of_a_job_count_once_each_up_to_their_last_sign_of_life(
     assert places[str(tmp_path / "copy")]["device_hours"] == 8  # as its summary says
 
 
+def test_an_artifact_below_the_folder_is_not_another_run(tmp_path: Path, capsys: Any) -> None:
+    """A summary without the run's attempts is shown only if the run is not there."""
+    process, now = {"host": platform.node(), "pid": 2**22 + 1}, time.time() - 7200
+    for name in ("run", "other"):
+        job = leave_attempt(tmp_path / name, process, now, now + 3600, trained=3600)
+        its = "run" if name == "run" else "of another job"
+        content = summary_of(name, goodput=goodput(1.0, job if name == "run" else its))
+        for folder in (tmp_path / name, tmp_path / "art" / its / "artifacts" / name):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "summary.json").write_text(text_of(content))
+    _, out, _ = call(capsys, "runs", str(tmp_path), "--json")
+    places = {
+        Path(each["place"]).relative_to(tmp_path).as_posix() for each in json.loads(out)["runs"]
+    }
+    assert places == {"run", "other", "art/of another job/artifacts/other"}
+    _, out, _ = call(capsys, "runs", str(tmp_path / "art" / "run"), "--json")
+    assert len(json.loads(out)["runs"]) == 1
+
+
 @pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_report_has_its_hours(
     tmp_path: Path, capsys: Any
