@@ -311,10 +311,11 @@ class RunSummary:
         function = context.trainer.state.fn
         if context.reporting.tags is None or function == "fit" or "train" in stages:
             return ""
-        # The first evaluation of a file stays in it, so that the file replaces itself alone.
-        first = min([each["began"] for each in stages.values() if "began" in each], default="")
-        moment = re.sub(r"[^\w-]", "-", (first or context.began)[:_MOMENT])
-        return f"{getattr(function, 'value', function)}-{moment}-"
+        # That of the first evaluation in the file, so that the file replaces itself alone.
+        own = context.began, str(getattr(function, "value", function))
+        began = [(each["began"], name) for name, each in stages.items() if "began" in each]
+        moment, name = min(began, default=own)
+        return re.sub(r"[^\w-]", "-", f"{name.partition('_')[0]}-{moment[:_MOMENT]}-")
 
     def _write(self, path: Path) -> None:
         """Runs on the thread that writes files, after all other files are written."""

@@ -351,10 +351,14 @@ def test_jobs_that_test_one_run_of_mlflow_keep_each_other_s_results(
             tmp_path / machine, *callbacks(), logger=again, limit_test_batches=batches
         )
         run.test(Small(), verbose=False)
+        run.validate(Small(), verbose=False)
     local = Path(client.download_artifacts(run_id, "tested"))
     names = sorted(path.name for path in local.glob("test-*-summary.json"))
     found = [batches_of_tests(local / name) for name in names]
     assert found == [{"test": 4, "test_1": 2}, {"test": 3}]
+    assert {name.replace("summary.json", "report.html") for name in names} == {
+        path.name for path in local.glob("*-report.html")
+    }
     # The latest one is shown.
     tags = client.get_run(run_id).data.tags
     assert tags["lightning_perf_summary"] == f"tested/{names[0]}"
