@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.core.window import Rows, Table
+    from lightning_perf.run.mailbox import Mailbox
 
 #: Numbers per message, without those of GPUs: all messages have one size.
 WIDTH = 128
@@ -86,7 +87,9 @@ class Gatherer:
         self.lost = False
         #: Whether this rank has ended before another one, and no longer waits for it.
         self.leads = False
-        self._group = _new_group() if self._world_size > 1 else None
+        self._group = _new_group(self._world_size) if self._world_size > 1 else None
+        #: Messages to the other ranks, which do not wait for one that has failed; None without any.
+        self.mail: Mailbox | None = None
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of all ranks, one row each, at set-up; waits for all of them.
@@ -140,10 +143,19 @@ class Gatherer:
 
     def finish(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds for messages in flight, at the end of the run."""
-        wait_until(lambda: self.poll() or hurried(), timeout)
+        wait_until(lambda: self.poll() or self._waits_in_vain(), timeout)
         if self.pending:
             self.leads = True
             self._give_up("another rank did not answer at the end of the run")
+
+    def fail(self) -> None:
+        """Let the other ranks wait no longer: this one has ended by an exception.
+
+        Not by a message of the group: if the others are still in training, it would stay on its
+        way, and the group could not be destroyed.
+        """
+        if self.mail is not None:
+            self.mail.fail()
 
     def leave_together(self, timeout: float) -> None:
         """Wait at most ``timeout`` seconds until all ranks leave the run.
@@ -159,7 +171,7 @@ class Gatherer:
         with suppress(Exception):  # another rank has ended, or the user has destroyed the groups
             self._send()
             if not self.lost:
-                wait_until(lambda: report.work.is_completed() or hurried(), timeout)
+                wait_until(lambda: report.work.is_completed() or self._waits_in_vain(), timeout)
             if report.work.is_completed():
                 report.work.wait()  # raises if it failed
                 self.pending.clear()
@@ -176,6 +188,11 @@ class Gatherer:
                 _retired.append(weakref.ref(self._group))
         self.pending.clear()
         self._group = None
+        if self.mail is not None:
+            self.mail.close()
+
+    def _waits_in_vain(self) -> bool:
+        return hurried() or (self.mail is not None and self.mail.has_failed())
 
     def _push(self, report: _Report) -> None:
         if self._group is None:  # a strategy without torch.distributed
@@ -224,8 +241,9 @@ class Gatherer:
         warn(f"{why}: metrics of all ranks are no longer reported in this run. Training continues.")
 
 
-def _new_group() -> Any:
-    if not (dist.is_available() and dist.is_initialized()):
+def _new_group(world_size: int) -> Any:
+    """A group of all ranks; None if torch has none, or one of another size."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
         return None
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
     while _retired:

@@ -41,7 +41,7 @@ UPLOAD_TIMEOUT = {"teardown": 30.0, "exception": 10.0}
 #: Seconds that it waits for files that are being made of recordings.
 FILE_TIMEOUT = {"teardown": 600.0, "exception": 60.0}
 #: Seconds that a rank waits until the others have done this, too.
-LEAVE_TIMEOUT = 60.0
+LEAVE_TIMEOUT = 10.0
 #: Items of recorded spans that are kept until they are added up: reports may be far apart.
 MOST_SPAN_ITEMS = 50_000
 
@@ -127,7 +127,9 @@ class RunContext(Run):
         """The steps of the end of the run; further ones may be registered by earlier ones."""
         summary: list[RunSummary | None] = []
         yield self._patches.restore
-        if reason != "exception":
+        if reason == "exception":
+            yield self.windows.gatherer.fail
+        else:
             # Other ranks' last reports; callbacks receive them before they close.
             yield partial(self.windows.gatherer.finish, GATHER_TIMEOUT)
         yield partial(self.batches.fold, "train")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections import deque
 from contextlib import suppress
 from ipaddress import IPv4Address
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _LOCAL = "127.0.0.1"
+#: The message of a rank whose run has ended by an exception.
+_FAILED = {"failed": True}
 #: Bytes of a message, messages that are read at once, and bytes that the kernel keeps, at most.
 _LONGEST, _MOST_MESSAGES, _BUFFER = 8192, 10_000, 1 << 22
 
@@ -36,6 +39,9 @@ class Mailbox:
         # The addresses and keys of the other ranks.
         self._others: dict[int, tuple[tuple[str, int], int]] = {}
         self._socket: socket.socket | None = None
+        # Messages that `has_failed` has received; and whether one says that its sender has failed.
+        self._unread: deque[tuple[int, Any]] = deque()
+        self._failed = False
         self._main = _LOCAL
         #: The key, address and port of this rank, for `connect` on the others.
         self.address = [0, 0, 0]
@@ -71,8 +77,22 @@ class Mailbox:
                 if self._socket is not None:
                     self._socket.sendto(data, address)
 
+    def fail(self) -> None:
+        """Report to all other ranks that the run of this one has ended by an exception."""
+        self.send(_FAILED)
+
+    def has_failed(self) -> bool:
+        """Whether another rank has reported that; on any thread."""
+        self._unread.extend(self._received())
+        return self._failed
+
     def receive(self) -> Iterator[tuple[int, Any]]:
-        """The messages that have arrived: the sender's rank, and what it has sent."""
+        """The other messages that have arrived: the sender's rank, and what it has sent."""
+        self.has_failed()
+        while self._unread:
+            yield self._unread.popleft()
+
+    def _received(self) -> Iterator[tuple[int, Any]]:
         with suppress(OSError):  # there are no more
             for _ in range(_MOST_MESSAGES if self._socket is not None else 0):
                 assert self._socket is not None  # as above
@@ -80,7 +100,11 @@ class Mailbox:
                 with suppress(*DAMAGE):
                     message = parsed(data)
                     rank = int(message["rank"])
-                    if message["key"] == self._others[rank][1]:
+                    if message["key"] != self._others[rank][1]:
+                        continue
+                    if message["content"] == _FAILED:
+                        self._failed = True
+                    else:
                         yield rank, message["content"]
 
     def close(self) -> None:

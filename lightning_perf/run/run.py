@@ -259,8 +259,7 @@ class Run:
             # Nodes may differ, but all ranks must have the same columns. They agree now, because a
             # callback may fail on one rank before it subscribes.
             gatherer = self.windows.gatherer
-            self.mail = Mailbox(self.trainer.num_nodes)
-            self.reporting.closing.append(self.mail.close)
+            self.mail = gatherer.mail = Mailbox(self.trainer.num_nodes)
             table = gatherer.exchange([gpus(), node, os.getpid(), *self.mail.address])
             self.mail.connect(self.ranks.global_rank, [address for _, _, _, *address in table])
             self.serial = f"{int(table[0][3]):012x}"  # a random key

@@ -33,6 +33,19 @@ def test_a_message_reaches_all_other_ranks(monkeypatch: pytest.MonkeyPatch, node
         assert [*boxes[1].receive()] == [*boxes[2].receive()] == []
 
 
+def test_a_failure_reaches_the_other_ranks_besides_their_messages() -> None:
+    """Whichever thread reads them: no message is lost."""
+    with closing(Mailbox(1)) as box, closing(Mailbox(1)) as other:
+        for rank, each in enumerate((box, other)):
+            each.connect(rank, [box.address, other.address])
+        assert not box.has_failed()
+        other.send({"batch": 3})
+        other.fail()
+        until(box.has_failed)
+        assert [*box.receive()] == [(1, {"batch": 3})]
+        assert not other.has_failed()
+
+
 def test_messages_of_strangers_do_not_count() -> None:
     """Without the key, cut short, too long, or of an unknown rank; later ones are read."""
     with closing(Mailbox(1)) as box, closing(Mailbox(1)) as other:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 import warnings
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from lightning_perf import (
     WindowCallback,
     always_on,
 )
+from lightning_perf.run import context
 
 pytestmark = pytest.mark.slow
 
@@ -103,12 +108,66 @@ class Claims(SingleDeviceStrategy):
         self.world_size = 2
 
 
-def test_a_strategy_that_does_not_gather_does_not_stop_training(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:.*all_gather is deprecated")  # Lightning calls it
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_strategy_that_does_not_gather_does_not_stop_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, grouped: bool
+) -> None:
     """A world size of 2 in one process costs the metrics of all ranks, with a warning."""
-    runner = trainer(tmp_path, always_on(), strategy=Claims(), max_steps=4)
-    with pytest.warns(PerfWarning, match="Claims.all_gather returns nothing of the other ranks"):
-        runner.fit(Small())
+    runner = trainer(tmp_path, always_on(), strategy="ddp" if grouped else Claims(), max_steps=4)
+    if grouped:  # torch has a process group, of one rank
+        monkeypatch.setattr(L.Trainer, "world_size", 2)
+    try:
+        with pytest.warns(PerfWarning, match="all_gather returns nothing of the other ranks"):
+            runner.fit(Small())
+    finally:
+        if grouped and dist.is_initialized():
+            dist.destroy_process_group()
     assert runner.global_step == 4
+
+
+class FailsAtEnd(Small):
+    """Rank 0 raises after its last report, and its process goes on."""
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 0:
+            raise RuntimeError("planted")
+
+
+def end_after_failure(rank: int, folder: Path) -> None:
+    """One of two ranks, which catches the exception; writes how long its ``fit`` took to end."""
+    # As of a launcher.
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+    began, model = [0.0], FailsAtEnd()
+
+    class Ends(L.Callback):
+        def on_train_end(self, *_: Any) -> None:
+            began[0] = time.monotonic()
+
+    options = {"strategy": "ddp", "devices": 2}
+    with suppress(RuntimeError):
+        trainer(folder, Ends(), SpeedMonitor(), **options).fit(model)
+    (folder / f"rank{rank}").write_text(str(time.monotonic() - began[0]))
+    dist.barrier()
+    os._exit(0)
+
+
+def test_a_rank_whose_exception_is_caught_holds_no_other_in_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The others would wait for its last message."""
+    monkeypatch.setattr(context, "LEAVE_TIMEOUT", 60.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=end_after_failure, args=(rank, tmp_path)) for rank in (0, 1)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join()
+        assert each.exitcode == 0
+    assert [float((tmp_path / f"rank{rank}").read_text()) < 20 for rank in (0, 1)] == [True, True]
 
 
 class Weights(L.Callback):
