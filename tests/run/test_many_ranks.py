@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -117,12 +118,11 @@ def test_a_strategy_that_does_not_gather_does_not_stop_training(
     runner = trainer(tmp_path, always_on(), strategy="ddp" if grouped else Claims(), max_steps=4)
     if grouped:  # torch has a process group, of one rank
         monkeypatch.setattr(L.Trainer, "world_size", 2)
-    try:
-        with pytest.warns(PerfWarning, match="all_gather returns nothing of the other ranks"):
-            runner.fit(Small())
-    finally:
-        if grouped and dist.is_initialized():
-            dist.destroy_process_group()
+    said = "all_gather returns nothing of the other ranks"
+    with patch.dict(os.environ), pytest.warns(PerfWarning, match=said):  # Lightning changes it
+        runner.fit(Small())
+    if grouped:
+        dist.destroy_process_group()
     assert runner.global_step == 4
 
 
