@@ -21,6 +21,7 @@ from lightning_perf.traces.names import numbered
 from lightning_perf.traces.writer import MARKER, mark, owner_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from lightning_perf.run.run import Run
@@ -130,6 +131,15 @@ class HangFiles:
                 return RankState.of(read_json(self._folder(run) / _answer_of(rank)))
         at, state = self._sent.get(rank, (-inf, None))
         return state if at >= self._requested else None
+
+    def silent(self, run: Run, among: Collection[int]) -> Iterator[int]:
+        """Those of these processes that are ranks in training and have not answered."""
+        for rank, pid in run.processes.items():
+            if pid in among and rank not in self._left and self.state_of(run, rank) is None:
+                dump = dump_of(pid)
+                # One whose training has ended writes no stacks, if its message was lost.
+                if dump.text or dump.state == "stopped":
+                    yield pid
 
     def missing(self, run: Run, rank: int) -> RankState:
         """The state of a rank that has not answered; it may make progress if nothing is known."""

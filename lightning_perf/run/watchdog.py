@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import sys
 import time
 import weakref
@@ -48,7 +49,7 @@ from lightning_perf.system.stacks import (
 from lightning_perf.timing.totals import PHASES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -162,7 +163,7 @@ class Watchdog:
                 watch.look(run)
                 if self._abort and watch.is_complete:
                     self._aborts = run.ranks.world_size > 1
-                    _abort(run, watch.unready(run), until=partial(self._goes_on, watch, run))
+                    _abort(run, watch, until=partial(self._goes_on, watch, run))
                     self._aborts = False
                 del run
             if (run := self._run()) is not None:
@@ -350,7 +351,7 @@ class _Watch:
             self._files.ask(run, self._state)
             self._decides = time.monotonic() + self._files.grace
         self._text = f"rank {run.ranks.global_rank}, process {os.getpid()}\n{own}\n"
-        workers = tuple(self._workers(compat.loader_workers(run.trainer)))
+        workers = tuple(self._workers(run, compat.loader_workers(run.trainer)))
         self._state = replace(self._state, workers=workers, complete=True)
         text = "\n".join([self._text, *self._stacks_saved])
         self._files.write(run, stacks_file(run.ranks.global_rank), text)
@@ -359,10 +360,18 @@ class _Watch:
         else:
             self._files.answer(run, self._state)
 
-    def _workers(self, roles: Mapping[int, str]) -> Iterator[str]:
-        """Add the stacks of all child processes; yields what keeps data loader workers busy."""
+    def _workers(self, run: Run, roles: Mapping[int, str]) -> Iterator[str]:
+        """Add the stacks of all child processes; yields what keeps data loader workers busy.
+
+        Not those of other ranks, which rank 0 may have started.
+        """
         until, self._silent = time.monotonic() + _CHILDREN, []
-        for pid in children_of(os.getpid()):
+        children = children_of(os.getpid())
+        ranks = [pid for pid in run.processes.values() if pid in children]
+        theirs = {*ranks, *(pid for rank in ranks for pid in children_of(rank))}
+        for pid in children:
+            if pid in theirs:
+                continue
             if time.monotonic() > until or self._stop.is_set():
                 self._text += "further child processes were left out\n"
                 return
@@ -453,6 +462,10 @@ class _Watch:
                 if state is None or state.aborts:
                     break
                 yield rank
+
+    def silent(self, run: Run, among: Collection[int]) -> Iterator[int]:
+        """Those of these processes that are ranks in training and have not answered."""
+        return self._files.silent(run, among)
 
     # -- the report -------------------------------------------------------------------------------
 
@@ -550,11 +563,12 @@ def _entry_of(
 ) -> dict[str, Any]:
     """A hang as the summary has it."""
     found = culprits(states)
+    known = next((each for each in found if not each.missing), own)
     return {
         "began": _clock_time(pause),
         "seconds": round(pause, 1),
-        "stage": own.stage,
-        "batch": own.batch,
+        "stage": known.stage,
+        "batch": known.batch,
         "ranks": [each.rank for each in found],
         "phase": found[0].category,
         "text": sentence(states, run.ranks.world_size),
@@ -600,15 +614,19 @@ def _is_rare(name: str) -> bool:
     return hook.startswith("on_") and "batch" not in hook and hook not in PER_BATCH
 
 
-def _abort(run: Run, unready: Iterator[int], until: Callable[[], bool]) -> None:
-    """End the process so that a scheduler restarts it, unless the training goes on meanwhile."""
+def _abort(run: Run, watch: _Watch, until: Callable[[], bool]) -> None:
+    """End the process so that a scheduler restarts it, unless the training goes on meanwhile.
+
+    Also end ranks that do not answer and have started this one, or were started by it, as those of
+    Lightning's launcher: nothing else would end them.
+    """
     warn(f"the training is aborted (exit code {ABORTED}), as Hang(action='abort') says.")
     for worker in (run.file_worker, run.worker):
         done = Event()
         # After what is due now.
         if worker.submit(done.set, "the abort"):
             wait_until(lambda: done.is_set() or until(), _FLUSH, _SHORT)  # noqa: B023
-    agreed = False
+    agreed, unready = False, watch.unready(run)
     if run.ranks.world_size > 1 and not until():
         wait_until(lambda: next(unready, None) is None or until(), _RANKS, _SHORT)
         # Once more: the end of a rank, whose error Lightning may ignore, looks like progress.
@@ -619,28 +637,36 @@ def _abort(run: Run, unready: Iterator[int], until: Callable[[], bool]) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
-    daemons = list[Any]()
+    daemons, silent = list[Any](), list[int]()
     with suppress(Exception):
         own = children_of(os.getpid())  # a process that was forked knows those of its parent
         daemons += (each for each in active_children() if each.daemon and each.pid in own)
+        silent += watch.silent(run, (os.getppid(), *own))
     with suppress(Exception):
-        _hold_gil(run)
+        _hold_gil(run, silent)
     for child in daemons:  # as Python's own end does: data loader workers
         with suppress(Exception):
             child.kill()
     os._exit(ABORTED)
 
 
-def _hold_gil(run: Run) -> None:
+def _hold_gil(run: Run, silent: Sequence[int]) -> None:
     """Let no other thread run Python until the other ranks have done the same, or have ended.
 
-    The end of one is an exception in the others, which would handle it. Lightning kills the process
-    that has started the others once one of these has ended, so that it would not end with our code:
-    the others wait for its end.
+    The end of one, also of a silent one that is killed here, is an exception in the others, which
+    would handle it. Lightning kills the process that has started the others once one of these has
+    ended, so that it would not end with our code: the others wait for its end.
     """
     parent, usleep = os.getppid(), PyDLL(None).usleep  # which keeps the GIL
-    alone, launched = run.ranks.world_size == 1, parent in run.processes.values()
-    ends = time.monotonic() + (0 if alone else _RANKS if launched else _TOGETHER)
+
+    def hold(seconds: float) -> None:
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends and os.getppid() == parent:
+            usleep(10_000)
+
     sys.setswitchinterval(2 * _RANKS)  # seconds before another thread requests the GIL
-    while time.monotonic() < ends and os.getppid() == parent:
-        usleep(10_000)
+    hold(0 if run.ranks.world_size == 1 else _TOGETHER)
+    for pid in silent:
+        with suppress(OSError):  # it has ended
+            os.kill(pid, signal.SIGKILL)
+    hold(_RANKS if parent in run.processes.values() else 0)

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from traceback import walk_stack
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -49,10 +50,13 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_perf import ConfigError, Hang, PerfWarning, SystemMetrics, Timings
+from lightning_perf.diagnosis.hang import LEFT, RankState
+from lightning_perf.run import hang_files, watchdog
 from lightning_perf.run.context import current_run
-from lightning_perf.run.watchdog import _is_rare, _Watch
+from lightning_perf.run.hang_files import HangFiles
+from lightning_perf.run.watchdog import _entry_of, _is_rare, _Watch
 from lightning_perf.system import stacks
-from lightning_perf.system.stacks import PROC, Frame, compiles, dump_of, stacks_of
+from lightning_perf.system.stacks import PROC, Dump, Frame, compiles, dump_of, stacks_of
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs signals of Linux")
@@ -132,6 +136,31 @@ def test_a_planted_hang_is_reported_with_rank_phase_and_line(tmp_path: Path, kin
         assert "MainThread" in stacks.read_text() or "GIL" in kind
         output = tmp_path / "output"
         until(lambda: "lightning_perf: the training hangs: " in output.read_text())
+
+
+def test_the_entry_has_the_stage_and_batch_of_the_rank_that_others_wait_for() -> None:
+    """Not of the rank that reports; but that one's if the other rank did not answer."""
+    run: Any = SimpleNamespace(ranks=SimpleNamespace(world_size=2))
+    own = RankState(0, stage="train", batch=8, category="backward", collective="barrier")
+    loads = RankState(1, stage="validate", batch=3, category="dataloader_next")
+    entry = _entry_of(run, own, [own, loads], 2.0)
+    assert [entry[key] for key in ("stage", "batch", "ranks")] == ["validate", 3, [1]]
+    entry = _entry_of(run, own, [own, RankState(1, "has ended")], 2.0)
+    assert [entry[key] for key in ("stage", "batch", "ranks")] == ["train", 8, [1]]
+
+
+def test_the_workers_of_other_ranks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of Lightning's launcher has started the other ranks."""
+    own = os.getpid()
+    children = {own: [1, 2, 3, 4], 2: [3]}
+    monkeypatch.setattr(watchdog, "children_of", lambda pid: children.get(pid, []))
+    monkeypatch.setattr(watchdog, "dump_of", lambda pid: Dump(pid, "stopped", ""))
+    anything: Any = None
+    watch = _Watch(stacks.Stacks(0), anything, 1.0, 0.1, threading.Event(), anything)
+    run: Any = SimpleNamespace(processes={0: own, 1: 2})
+    roles = {1: "worker 0", 3: "worker 0 of rank 1"}
+    assert [*watch._workers(run, roles)] == ["worker 0 is stopped"]
+    assert re.findall("process (.), stopped", watch._text) == ["1", "4"]
 
 
 @pytest.mark.slow
@@ -1045,6 +1074,77 @@ def test_abort_ends_a_process_that_has_started_other_ranks_with_its_exit_code(
     """Though Lightning would kill it when one of these ends first."""
     done = _run(LAUNCHES, tmp_path)
     assert done.returncode == 75, done.stderr[-2000:]
+
+
+#: Rank 0 starts the other ranks. One of them holds the GIL in C code, and would do so for longer.
+HOLDS_GIL = """
+import sys
+from functools import partial
+from pathlib import Path
+
+from helpers import hanging
+
+module = hanging.Hangs(partial(hanging.hold_gil, 100), int(sys.argv[2]))
+hanging.fit(Path(sys.argv[1]), module, action="abort", strategy="ddp", devices=3)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "code"), [(0, -signal.SIGKILL), (1, 75)])
+def test_abort_ends_a_rank_that_does_not_answer(tmp_path: Path, rank: int, code: int) -> None:
+    """Under Lightning's launcher; none of the ranks stays, which would keep the output open."""
+    began = time.monotonic()
+    done = _run(HOLDS_GIL, tmp_path, str(rank))
+    assert done.returncode == code, done.stderr[-2000:]
+    assert time.monotonic() - began < 70
+
+
+#: Rank 1 hangs after the training of rank 0, whose process has work to do for longer than that.
+WORKS_ON = """
+import sys
+import time
+from pathlib import Path
+
+from helpers import hanging
+from lightning_perf.run import context
+
+context.LEAVE_TIMEOUT = 1.0  # as after 10 seconds
+
+
+class HangsAtEnd(hanging.Small):
+    def on_train_end(self):
+        if self.global_rank == 1:
+            hanging.sleep()
+
+
+module = HangsAtEnd()
+hanging.fit(Path(sys.argv[1]), module, action="abort", strategy="ddp", devices=2)
+time.sleep(12)
+print("rank", module.global_rank, "has worked")
+"""
+
+
+@pytest.mark.slow
+def test_abort_does_not_end_a_rank_that_has_left_training(tmp_path: Path) -> None:
+    """The exit code is that of its script."""
+    done = _run(WORKS_ON, tmp_path)
+    assert "rank 1 has been in set-up or the end" in reported(tmp_path)
+    assert (done.returncode, done.stdout.count("has worked")) == (0, 1), done.stderr[-2000:]
+
+
+def test_only_ranks_in_training_that_do_not_answer_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that has answered or left, nor one without our handler, as after its training."""
+    dumps = {1: "in gil", 2: "in gil", 3: "in gil", 4: "", 5: ""}
+    states = dict.fromkeys(dumps, "running") | {5: "stopped"}
+    monkeypatch.setattr(hang_files, "dump_of", lambda pid: Dump(pid, states[pid], dumps[pid]))
+    files, run = HangFiles(1.0), SimpleNamespace(processes={n: n for n in dumps})
+    files._left[2] = RankState(2, LEFT)
+    answers = {3: RankState(3)}
+    monkeypatch.setattr(files, "state_of", lambda _, rank: answers.get(rank))
+    assert [*files.silent(run, dumps)] == [1, 5]  # type: ignore[arg-type]
+    assert [*files.silent(run, [2, 3, 5, 6])] == [5]  # type: ignore[arg-type]
 
 
 #: Rank 0 starts rank 1, which waits for it in Lightning's own broadcast; the connections of rank 0
