@@ -24,6 +24,7 @@ from pathlib import Path
 from traceback import walk_stack
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import psutil
@@ -149,15 +150,16 @@ def test_the_entry_has_the_stage_and_batch_of_the_rank_that_others_wait_for() ->
     assert [entry[key] for key in ("stage", "batch", "ranks")] == ["train", 8, [1]]
 
 
-def test_the_workers_of_other_ranks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_of_other_ranks_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, watched: Callable[[Any], _Watch]
+) -> None:
     """Rank 0 of Lightning's launcher has started the other ranks."""
     own = os.getpid()
     children = {own: [1, 2, 3, 4], 2: [3]}
     monkeypatch.setattr(watchdog, "children_of", lambda pid: children.get(pid, []))
     monkeypatch.setattr(watchdog, "dump_of", lambda pid: Dump(pid, "stopped", ""))
-    anything: Any = None
-    watch = _Watch(stacks.Stacks(0), anything, 1.0, 0.1, threading.Event(), anything)
-    run: Any = SimpleNamespace(processes={0: own, 1: 2})
+    run: Any = SimpleNamespace(processes={0: own, 1: 2}, require_times=lambda: Mock())
+    watch = watched(run)
     roles = {1: "worker 0", 3: "worker 0 of rank 1"}
     assert [*watch._workers(run, roles)] == ["worker 0 is stopped"]
     assert re.findall("process (.), stopped", watch._text) == ["1", "4"]
