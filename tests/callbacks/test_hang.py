@@ -1236,6 +1236,7 @@ def test_a_hang_does_not_end_when_rank_0_ends(tmp_path: Path) -> None:
     with training(tmp_path, SlowTest(), stage="test", **RANKS):
         assert "rank 0 waits for it in set-up or the end (the last metrics of" in reported(tmp_path)
         until(lambda: "did not answer at the end" in (tmp_path / "output").read_text())
+        until(lambda: [*tmp_path.glob("*/summary.json")])  # written after the warning
         (summary,) = tmp_path.glob("*/summary.json")
         until(lambda: read_summary(summary)["status"] == "finished")
         until(lambda: read_summary(summary)["hangs"])
