@@ -13,6 +13,7 @@ from lightning_perf.checks import flag
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import Findings, Rule, Verdict, checked_rules, diagnose, reachable
 from lightning_perf.diagnosis.report import headline
+from lightning_perf.diagnosis.signals import WARM_UP
 from lightning_perf.errors import ConfigError, describe
 from lightning_perf.profilers.base import OpenRecording
 from lightning_perf.profilers.pytorch import PyTorch
@@ -43,9 +44,10 @@ class Diagnosis(WindowCallback):
     run's folder and among MLflow's artifacts. ``diagnosis/CODE`` is logged as a metric: the share
     of the run's wall time that the cause takes, if there is one.
 
-    Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least. The analysis runs
-    on a background thread of rank 0 and takes at most 0.2 % of the time: with very short steps it
-    is less frequent than the schedule says.
+    Windows are those of ``Trainer(log_every_n_steps)``, of 10 batches at least; the first two
+    batches, with what runs before them, are the warm-up. The analysis runs on a background thread
+    of rank 0 and takes at most 0.2 % of the time: with very short steps it is less frequent than
+    the schedule says.
 
     Args:
         schedule: When to analyse during training. The end is always diagnosed.
@@ -112,8 +114,8 @@ class Diagnosis(WindowCallback):
         # Collects the measurements of this run; and those of the latest diagnosis.
         self._collector: Collector | None = None
         self._diagnosed: Signals | None = None
-        # The batch from which on a window may end.
-        self._next = 0
+        # The batch at which the warm-up ends, and the one from which on a window may end.
+        self._warm = self._next = 0
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -147,14 +149,19 @@ class Diagnosis(WindowCallback):
         super().on_start(context)
         assert self._collector is not None
         if self._collector.enter(self):
+            self._warm = context.counters.batch + WARM_UP
             self._next = context.counters.batch + _FEWEST_BATCHES
 
     @override
     def window_due(self, context: Run, at_end: bool) -> bool:
-        due = super().window_due(context, at_end)
-        if at_end or not due:  # the end may be that of a validation with its own batches
+        due, batch = super().window_due(context, at_end), context.counters.batch
+        if at_end:  # it may be that of a validation with its own batches
             return due
-        batch = context.counters.batch
+        if context.stage == "train" and batch <= self._warm:
+            self.trigger.quiet_until = self._warm
+            return batch == self._warm  # the warm-up has a window of its own
+        if not due:
+            return False
         if batch < self._next:
             return False
         self._next = batch + _FEWEST_BATCHES

@@ -49,14 +49,19 @@ _DEVICE_WAITS = {
     "backward": ("waits/device/backward", "waits/exchange"),
     "reduce_metrics": _WAITS["reduce_metrics"],
 }
+#: Batches of the warm-up: what callbacks after ours do in the first one is part of the second.
+WARM_UP = 2
 #: Categories in which long batches have rules of their own.
 NAMED = ("callbacks", "logging", "checkpoint")
 #: Windows, as calls, in which one of our own profilers recorded.
 RECORDING = Action("recorder", "", "recording")
 #: The squares of the seconds of collections, as seconds.
 SQUARES = Action("gc squares", "", "squares")
+#: Batches after which checkpoints were written, several at once counted once, as calls; up to which
+#: batch, as seconds.
+SAVES = Action("checkpoints", "", "saves")
 #: Stages of costs that are part of others.
-_APART = (GC, COMPILE, QUEUE, RECORDING.stage, SQUARES.stage)
+_APART = (GC, COMPILE, QUEUE, RECORDING.stage, SQUARES.stage, SAVES.stage)
 #: Names of the fetches of batches, and of further costs of an epoch.
 FETCH, RESTART = "train_dataloader_next", ("iter", "first fetch")
 #: The beginning of the names of drawing indices, in the main process, within usual fetches.
@@ -77,8 +82,6 @@ _BESIDE = 20
 _IN_SERIES = 0.8
 #: If waiting for batches may be this share of the time of stalls, they are stalls of workers.
 _WAITED = 0.8
-#: The minimum of further windows for the first one to be dropped as warm-up.
-_FEWEST_WINDOWS = 2
 
 
 class Unknown(Exception):
@@ -124,6 +127,8 @@ class Setup:
     automatic_optimization: bool = True
     #: Optimizer steps per batch: less than 1 with accumulated gradients.
     steps_per_batch: float = 1.0
+    #: Whether checkpoints have no states of optimizers.
+    weights_only: bool = False
     #: Whether each epoch has a new DataLoader.
     reloads: bool = False
     loader: Loader | None = None
@@ -176,7 +181,8 @@ class Signals:
         0
     """
 
-    #: The windows of training, in order; the first one includes the warm-up.
+    #: The windows of training, in order; the first one is the warm-up: the first batches, and
+    #: what runs before them.
     windows: Sequence[Window]
     #: Seconds of the latest batches, in order; NaN for the first one and where they are unknown.
     steps: Numbers = field(default_factory=lambda: np.empty(0))
@@ -204,7 +210,7 @@ class Signals:
     @cached_property
     def start(self) -> int:
         """The first window after the warm-up."""
-        return 1 if len(self.windows) > _FEWEST_WINDOWS else 0
+        return 1 if self.counts[1:].any() else 0
 
     @cached_property
     def counts(self) -> Numbers:
@@ -385,22 +391,32 @@ class Signals:
         """Seconds per batch, warm-up excluded."""
         return float(self.steady(seconds).sum() / max(self.steady(self.counts).sum(), 1.0))
 
+    def usual(self, name: str, seconds: Numbers) -> float:
+        """What some seconds of a category are in the warm-up at most, if they recur.
+
+        As many per batch as later, or those of the later batch with the most in the category: it
+        may be work of every 100th batch.
+        """
+        most = self.by_batch(name) if name in CATEGORIES else self.nothing[:0]
+        return max(float(self.counts[0]) * self.per_batch(seconds), float(np.max(most, initial=0)))
+
+    def by_batch(self, name: str) -> Numbers:
+        """Seconds of a category in each batch, warm-up excluded; empty if unknown."""
+        return self.phases[max(WARM_UP - self.dropped, 0) :, CATEGORIES.index(name)]
+
     @cached_property
     def step_seconds(self) -> float:
         """Wall seconds per batch, warm-up excluded."""
         return self.per_batch(self.wall)
 
     def typical(self, name: str) -> float:
-        """Seconds of a category in a batch: the median of windows; of a GPU where it is timed.
-
-        The first window is left out even if there are only two.
-        """
+        """Seconds of a category in a batch: the median of windows; of a GPU where it is timed."""
         device, batches = self.column(f"timings/device/{name}"), self.column(_DEVICE_BATCHES)
         seconds, counts = self.category(name), self.counts
         if device is not None and batches is not None and batches.any():
             seconds, counts = device, batches
-        per_batch = (seconds / np.maximum(counts, 1.0))[min(1, len(counts) - 1) :]
-        return float(np.median(per_batch[counts[-len(per_batch) :] > 0]))
+        per_batch = seconds / np.maximum(counts, 1.0)
+        return float(np.median(self.steady(per_batch)[self.steady(counts) > 0]))
 
     # -- named costs on rank 0 ----------------------------------------------------------------
 
@@ -546,7 +562,8 @@ class Signals:
 
         Batches with more FLOPs are left out, and categories with rules of their own.
         """
-        steps = self.within_epochs
+        steps = self.within_epochs.copy()
+        steps[: max(WARM_UP - self.dropped, 0)] = np.nan
         if not np.isfinite(steps).any():
             return []
         if np.isfinite(self.flops).any() and self.flops.any():

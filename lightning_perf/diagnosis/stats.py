@@ -45,14 +45,15 @@ def lower_share(
     wholes: Numbers,
     events: float | None = None,
     waits: Numbers | None = None,
-    named: bool = False,
+    number: float | None = None,
 ) -> float:
     """The 5th percentile of ``sum(parts) / sum(wholes)``, by a block bootstrap over windows.
 
     With too few windows, the ratio itself. Rare ``events`` are in few windows, so windows are
-    merged until each holds about two. If they are ``named``, their number counts as well, even if
-    all of them are in one part of the run. ``waits`` are seconds in which the thread waited for a
-    CPU; with them, the share excludes this waiting.
+    merged until each holds about two. Of a ``number`` of equal events, which may all be in one part
+    of the run, it is the share of the `fewest` if that is more, or if there are too few windows.
+    ``waits`` are seconds in which the thread waited for a CPU; with them, the share excludes this
+    waiting.
 
     Example:
         A part that takes longer by as much as the thread waited:
@@ -65,28 +66,36 @@ def lower_share(
     if events is not None:
         blocks = min(blocks, int(events / 2))
     if blocks < _FEWEST_BLOCKS:
-        return float(parts.sum() / wholes.sum())
+        return float(parts.sum() / wholes.sum()) * (1.0 if number is None else fewest(number))
     series = (parts, wholes, np.zeros_like(wholes) if waits is None else waits)
     sums, drawn = _blocks(series, blocks, _RESAMPLES, seed=0)
     lower = float(np.quantile(_uncontended(*(each[drawn] for each in sums)), _LOWER))
-    if events is None or not named:
+    if number is None:
         return lower
     whole = _uncontended(*(each[np.newaxis] for each in series))
-    return max(lower, fewest(parts) * float(whole[0]))
+    return max(lower, fewest(number) * float(whole[0]))
 
 
-def fewest(parts: Numbers) -> float:
-    """The 5th percentile of the number of events with these costs, as a part of their number.
-
-    The number is that of equal ones; it varies like Poisson's (approximation by Wilson and
-    Hilferty).
+def equal(costs: Numbers) -> float:
+    """The number of events of equal cost that vary as much as these do.
 
     Example:
-        >>> round(fewest(np.array([0.0, 2.0, 0.0, 2.0, 2.0])), 2)
+        >>> equal(np.array([0.0, 2.0, 0.0, 2.0, 2.0]))
+        3.0
+    """
+    return max(float(costs.sum() ** 2 / max((costs**2).sum(), 1e-24)), 1.0)
+
+
+def fewest(number: float) -> float:
+    """The 5th percentile of a number of events, as a part of it.
+
+    It varies like Poisson's (approximation by Wilson and Hilferty).
+
+    Example:
+        >>> round(fewest(3), 2)
         0.27
     """
-    count = parts.sum() ** 2 / max((parts**2).sum(), 1e-24)
-    return float(max(1 - 1 / (9 * count) - _ONE_SIDED / (3 * sqrt(count)), 0.0) ** 3)
+    return max(1 - 1 / (9 * number) - _ONE_SIDED / (3 * sqrt(number)), 0.0) ** 3
 
 
 def resampled_ratios(parts: Numbers, wholes: Numbers, resamples: int, seed: int) -> Numbers:

@@ -23,6 +23,7 @@ from lightning_perf.diagnosis.rules import without_none
 from lightning_perf.diagnosis.signals import (
     COMPILE,
     RECORDING,
+    SAVES,
     SQUARES,
     Loader,
     Setup,
@@ -176,9 +177,10 @@ class Collector:
             if cost.calls
         }
         recordings = {RECORDING: Cost(0.0, self._recordings)}
-        collections = self._clock.collections
+        collections, saves = self._clock.collections, self._clock.saves
         squares = {SQUARES: Cost(self._clock.squares, 0)}
-        return {**compilations, **run_queue(), **recordings, **collections, **squares}
+        written = {SAVES: Cost(max(saves, default=0), len(saves))}
+        return {**compilations, **run_queue(), **recordings, **collections, **squares, **written}
 
     def add_compilations(self, category: str) -> None:
         """Add the compilations since the last call."""
@@ -263,6 +265,7 @@ def _setup(context: Run) -> Setup:
     """The settings of a run that begins."""
     trainer: Any = context.trainer
     known: Any = context.setup()
+    checkpoints = trainer.checkpoint_callbacks
     return Setup(
         device=trainer.strategy.root_device.type,
         world_size=context.ranks.world_size,
@@ -275,6 +278,8 @@ def _setup(context: Run) -> Setup:
         log_every_n_steps=trainer.log_every_n_steps,
         batches_per_epoch=context.limits.batches_per_epoch,
         automatic_optimization=context.module.automatic_optimization,
+        weights_only=bool(checkpoints)
+        and all(getattr(each, "save_weights_only", False) for each in checkpoints),
         reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
         loader=_loader(compat.training_loaders(trainer), context),
         ours=frozenset({"lightning_perf", *(type(each).__name__ for each in context.members)}),

@@ -130,6 +130,7 @@ class SaveSpan(Span):
         clock = self._clock
         if get_ident() == clock.thread:
             clock.add_up()
+            clock.saves.add(clock.ended)
             hook = clock.innermost.action.name
             origin = hook if "." in hook else "Trainer.save_checkpoint"
             self.timer = clock.timer(self.what[0], f"checkpoint writing ({origin})")
@@ -170,7 +171,9 @@ class Clock:
         #: Seconds of each of ``CATEGORIES`` in each training batch since the last reading: one row
         #: per batch, those of some batches per table. Not kept if it is None.
         self.by_batch: deque[NDArray[np.float64]] | None = None
-        # The same of the batch that has not ended.
+        #: Training batches that have ended, and at which numbers of them checkpoints were written.
+        self.ended, self.saves = 0, set[int]()
+        # Seconds of each category in the batch that has not ended.
         self._unfinished = np.zeros(len(CATEGORIES))
         #: All spans, and the one around each training batch, if there is one.
         self.spans: list[Span] = []
@@ -347,6 +350,7 @@ class Clock:
                 running = what
             else:
                 ends.append(len(ran))
+        self.ended += len(ends)
         seconds = np.diff(array("d", [self._mark, *times]))
         self._running, self._mark = running, times[-1]
         numbers = np.fromiter(map(_number, ran), np.intp, len(ran))

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -256,7 +256,7 @@ class SlowAtTimes(Model):
         pytest.param(lambda epoch, _: epoch == 0, 8, "epoch 0", id="first of 8"),
         pytest.param(lambda epoch, _: epoch == 3, 6, "epoch 3", id="fourth"),
         pytest.param(
-            lambda epoch, index: epoch == 0 and index < 20, 2, "batches 1 to 19", id="first 20"
+            lambda epoch, index: epoch == 0 and index < 20, 2, "batches 0 to 19", id="first 20"
         ),
         pytest.param(
             lambda epoch, index: epoch == 1 and 13 <= index < 27, 3, "batches 53 to 66", id="hiccup"
@@ -733,6 +733,53 @@ def test_a_hook_before_the_first_batch_is_warm_up_alone(tmp_path: Path) -> None:
     assert found["warmup"].share == pytest.approx(1.0 / (1.0 + 80 * STEP), abs=0.02)
 
 
+class PlotsAt(L.Callback):
+    """Works in some batches alone."""
+
+    def __init__(self, seconds: float, *batches: int) -> None:
+        self.seconds, self.batches = seconds, batches
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx in self.batches:
+            CLOCK.sleep(self.seconds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batches", "code"),
+    [(range(2, 40, 4), "callback-bound"), (range(42, 80, 4), "callback-bound"), ([0], "warmup")],
+    ids=["at first", "later", "in the first batch"],
+)
+@pytest.mark.parametrize("before", [False, True], ids=["after ours", "before ours"])
+def test_a_callback_that_works_in_a_part_of_the_run_is_named(
+    tmp_path: Path, batches: Sequence[int], code: str, before: bool
+) -> None:
+    """Reports are as rare as the parts; only the first batch is the warm-up."""
+    plots = PlotsAt(2.0 / len(batches), *batches)
+    options: dict[str, Any] = {"log_every_n_steps": 40, "max_epochs": 3}
+    if before:
+        options["callbacks"] = [plots, diagnosis := Diagnosis(terminal=False)]
+        trainer(tmp_path, **options).fit(Model())
+    else:
+        diagnosis = diagnose(tmp_path, Model(), plots, **options)
+    (found,) = diagnosis.verdicts
+    assert (found.code, found.culprit) == (code, "PlotsAt.on_train_batch_end")
+    assert found.severity == ("critical" if code == "callback-bound" else "warning")
+    assert found.share == pytest.approx(2.0 / (2.0 + 120 * STEP), abs=0.02)
+
+
+@pytest.mark.slow
+def test_the_two_files_of_a_checkpoint_are_one_save(tmp_path: Path) -> None:
+    """The interval is that of the saves, whatever follows the last one."""
+    saves = ModelCheckpoint(
+        tmp_path / "saved", every_n_train_steps=30, save_top_k=-1, save_last=True
+    )
+    options: dict[str, Any] = {"enable_checkpointing": True, "log_every_n_steps": 50}
+    verdicts = diagnose(tmp_path, SlowCheckpoint(), saves, **options).verdicts
+    found = next(each for each in verdicts if each.code == "checkpoint-bound")
+    assert (found.evidence["checkpoints"], found.evidence["batches_between"]) == (2, 30)
+
+
 @pytest.mark.slow
 def test_checkpoint_advice_counts_optimizer_steps(tmp_path: Path) -> None:
     """With two batches per step, as many steps are advised as half of the batches."""
@@ -826,7 +873,7 @@ def test_signals_have_the_work_of_batches_and_the_windows_of_recordings(tmp_path
     trainer(tmp_path, diagnosis, flops, profiler, **options).fit(Model())
     known = rule.signals.flops[np.isfinite(rule.signals.flops)]
     assert set(known) == {flops.metrics["batch_flops"]}
-    assert list(np.diff(rule.signals.recordings, prepend=0)) == [0, 0, 1, 0]
+    assert list(np.diff(rule.signals.recordings, prepend=0)) == [0, 0, 0, 1, 0]
     assert rule.signals.setup.validation_loader is not None
 
 
@@ -842,7 +889,7 @@ def test_long_validations_do_not_delay_windows(tmp_path: Path) -> None:
     diagnosis = Diagnosis(rules=[rule], schedule=None, terminal=False)
     options: dict[str, Any] = {"val_check_interval": 4, "limit_val_batches": 16, "max_epochs": 2}
     trainer(tmp_path, diagnosis, log_every_n_steps=2, **options).fit(Model())
-    assert rule.ends == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert rule.ends == [2, 10, 20, 30, 40, 50, 60, 70, 80]
 
 
 def test_the_time_share_of_analyses_is_limited(

@@ -34,6 +34,7 @@ from lightning_perf.diagnosis.signals import (
     GC,
     RECORDING,
     RUNNING,
+    SAVES,
     WAITING,
     Loader,
     Setup,
@@ -629,22 +630,30 @@ def test_a_few_long_stalls_may_not_come_again(
     assert f"2.00 s longer than usual {often}, in {category}" in found.advice
 
 
-@pytest.mark.parametrize("at_end", [False, True])
-def test_files_of_one_checkpoint_count_as_one(at_end: bool) -> None:
-    """With save_last=True each is written twice, also if the last one follows the last batch."""
-    saved = range(19, STEPS - 20 * at_end, 20)
-    phases = fine_batches(STEPS)
-    phases[:, CATEGORIES.index("checkpoint")] = 1e-5  # of hooks that write nothing
-    phases[saved, CATEGORIES.index("checkpoint")] = 0.4
+def test_files_of_one_checkpoint_count_as_one() -> None:
+    """With save_last=True each is written twice; what is left after the last one is no interval."""
     writing = Action("train", "checkpoint", "checkpoint writing (Saver.on_train_batch_end)")
-    signals = signals_of(
-        {**FINE, "checkpoint": window(1, 3, 5, 7, 9, 11, seconds=0.4)},
-        named={writing: [(0.4, 2) if n % 2 else (0.0, 0) for n in range(WINDOWS)]},
-        steps=phases.sum(axis=1), phases=phases,
-    )  # fmt: skip
-    (impact,) = FIND["checkpoint-bound"](signals)
-    assert impact.evidence["batches_between"] == 20
+    named = {
+        writing: [(0.4, 2) if n % 2 else (0.0, 0) for n in range(WINDOWS)],
+        SAVES: [(19.0, 1) if n % 2 and n < 11 else (0.0, 0) for n in range(WINDOWS)],
+    }
+    per_batch = {**FINE, "checkpoint": window(1, 3, 5, 7, 9, seconds=0.4)}
+    (impact,) = FIND["checkpoint-bound"](signals_of(per_batch, named=named))
+    assert impact.evidence["batches_between"] == 19
     assert impact.evidence["seconds_per_checkpoint"] == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("saves", "severity"), [(1, "info"), (2, "critical")])
+def test_a_single_checkpoint_may_not_come_again(saves: int, severity: str) -> None:
+    """It takes its share of the time, but nothing says that others follow."""
+    writing = Action("train", "checkpoint", "checkpoint writing (Saver.on_train_batch_end)")
+    at = range(1, 2 * saves, 2)
+    per_batch = {**FINE, "checkpoint": window(*at, seconds=4.0)}
+    named = {writing: rarely(4.0, *at), SAVES: rarely(20.0, *at)}
+    (verdict,) = diagnose(signals_of(per_batch, named=named)).verdicts
+    assert (verdict.code, verdict.severity) == ("checkpoint-bound", severity)
+    assert ("is written once, after 20 batches" in verdict.advice) == (saves == 1)
+    assert ("advised_step_seconds" in verdict.evidence) == (saves == 2)
 
 
 def test_checkpoints_in_one_part_of_a_run_are_a_cause() -> None:
@@ -655,9 +664,40 @@ def test_checkpoints_in_one_part_of_a_run_are_a_cause() -> None:
     signals = signals_of({**FINE, "checkpoint": window(*at, seconds=0.6)}, named={writing: costs})
     (verdict,) = diagnose(signals).verdicts
     share = 4 * 0.6 / signals.wall.sum()
-    assert (verdict.code, verdict.severity) == ("checkpoint-bound", "warning")
+    assert (verdict.code, verdict.severity) == ("checkpoint-bound", "critical")
     assert verdict.share == pytest.approx(share)
-    assert verdict.evidence["lower_bound_share"] == pytest.approx(0.34 * share, rel=0.02)
+    assert verdict.evidence["lower_bound_share"] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("hooks_in_each_batch", [False, True])
+@pytest.mark.parametrize(
+    ("at", "severity"),
+    [([45], "info"), ([45, 76], "warning"), ([*range(40, 60)], "critical"),
+     ([*range(41, 60, 5)], "critical")],
+)  # fmt: skip
+def test_how_often_a_callback_works_bounds_its_share(
+    at: list[int], severity: str, hooks_in_each_batch: bool
+) -> None:
+    """One or two slow calls may not come again; many or regular ones in a part of a run may."""
+    phases = fine_batches(STEPS)
+    phases[at, CATEGORIES.index("callbacks")] = each = 4.0 / len(at)
+    worked = np.bincount(np.array(at) // BATCHES, minlength=WINDOWS)
+    calls = [BATCHES if hooks_in_each_batch else int(n) for n in worked]
+    costs = [(each * n, called) for n, called in zip(worked, calls, strict=True)]
+    (verdict,) = diagnose(signals_of_batches(phases, named={PLOTS: costs})).verdicts
+    assert (verdict.code, verdict.severity) == ("callback-bound", severity)
+    assert verdict.share == pytest.approx(4.0 / phases.sum())
+
+
+def test_work_of_every_50th_batch_counts_in_the_first_batch_too() -> None:
+    """It is no warm-up, since it comes again; a longer first call is one for what is longer."""
+    phases = fine_batches(STEPS)
+    at = [0, 50, 100]
+    phases[at, CATEGORIES.index("callbacks")] = [1.5, 0.5, 0.5]
+    costs = [(float(phases[10 * n : 10 * n + 10, 8].sum()), BATCHES) for n in range(WINDOWS)]
+    assert CATEGORIES[8] == "callbacks"
+    found = {v.code: v for v in diagnose(signals_of_batches(phases, named={PLOTS: costs})).verdicts}
+    assert found["callback-bound"].share == pytest.approx(1.5 / phases.sum())
 
 
 def test_a_callback_that_works_at_times_is_no_stall_beside_another_one() -> None:
@@ -733,10 +773,8 @@ TRAPS = {
         steps=steps(), first_step=0.4,
     ),
     "one window with a pause": signals_of(
-        {**FINE, "callbacks": window(6, seconds=1.0)},
-        named={Action("train", "callbacks", "Plots.on_train_batch_end"): [
-            (1.0 if n == 6 else 0.0, BATCHES) for n in range(WINDOWS)
-        ]},
+        {**FINE, "callbacks": window(6, seconds=0.6)}, steps=steps(65, extra=0.6),
+        named={PLOTS: [(0.6 if n == 6 else 0.0, BATCHES) for n in range(WINDOWS)]},
     ),
 }  # fmt: skip
 

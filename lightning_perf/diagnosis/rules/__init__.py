@@ -132,6 +132,8 @@ class Impact:
     inferred: bool = False
     #: The highest severity.
     highest: str = "critical"
+    #: The number of events of equal cost, if it may vary by chance; infinite if it does not.
+    number: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +208,15 @@ class Unclaimed:
     def claim(self, parts: Mapping[str, Numbers], steady: bool, contended: bool = True) -> Claim:
         """What a verdict on seconds by category would claim.
 
-        A ``steady`` cause takes as much per batch in the first window as in the others, at most.
+        A ``steady`` cause takes in the warm-up what it may take later, at most.
         """
         signals = self._signals
+        if steady and signals.start:
+            parts = {
+                name: np.append(min(part[0], signals.usual(name, part)), part[1:])
+                for name, part in parts.items()
+            }
         seconds = sum(parts.values(), signals.nothing)
-        if steady and signals.start and seconds[0] > 0:
-            usual = signals.counts[0] * signals.per_batch(seconds)
-            first = np.where(np.arange(len(seconds)) > 0, 1.0, min(usual / seconds[0], 1.0))
-            parts = {name: first * part for name, part in parts.items()}
-            seconds = first * seconds
         waits = sum((self._waited[name] * part for name, part in parts.items()), signals.nothing)
         waited = float(waits.sum() / signals.wall.sum()) if contended else 0.0
         share = self._left(float(seconds.sum() / signals.wall.sum()) - waited)
@@ -271,8 +273,7 @@ def judge(
     if not per_batch >= _INFO * LEAST:
         return  # before the bootstrap, which takes most of the time
     waiting = signals.waiting[start:] if impact.contended else None
-    named = impact.culprit is not None
-    certain = impact.certain * lower_share(seconds, wall, impact.events, waiting, named)
+    certain = impact.certain * lower_share(seconds, wall, impact.events, waiting, impact.number)
     certain = min(certain, share)
     severity = severity_of(share, certain, threshold, per_batch)
     if severity is None:

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from math import ceil
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
-from lightning_perf.diagnosis.signals import BEFORE, COMPILE, COMPUTE, GC, STRATEGY
-from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.diagnosis.signals import BEFORE, COMPILE, COMPUTE, GC, SAVES, STRATEGY
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from lightning_perf.diagnosis.signals import Setup, Signals
+    from lightning_perf.diagnosis.stats import Numbers
     from lightning_perf.timing.totals import Action
 
 #: Categories of the computation of metrics, and of the steps of learning rate schedulers.
 _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
 #: Methods of loggers that Lightning calls at this interval.
 _AT_INTERVALS = (".log_metrics", ".save")
-#: The part of the time for a file from which on a batch writes one.
-_WRITES = 0.1
 #: The part of a method's time in few batches from which on it works in these alone.
 _AT_TIMES = 0.9
 #: Methods of a class in a text.
@@ -91,9 +89,9 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         calls = max(float(signals.steady(signals.actions[slowest].calls).sum()), 1.0)
         culprit = slowest.name
         if len(rows) == 1:
-            each = float(signals.steady(seconds).sum()) / calls, "per call", calls
             at_times = _works_at(signals, slowest, costs[slowest])
-            per_call, often, worked = at_times or each
+            per_call = float(signals.steady(seconds).sum()) / calls
+            per_call, often, worked = at_times or (per_call, "per call", calls)
             takes = f"{called(culprit)} takes {duration(per_call)} {often}"
             evidence: dict[str, float | str] = {"calls": worked, "seconds_per_call": per_call}
         else:
@@ -104,9 +102,31 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
             evidence = {kind: split}
         events = calls if calls < 0.5 * signals.steady(signals.counts).sum() else None
         impact = Impact(
-            seconds, events, culprit, slowest.category, evidence=evidence, within=within
-        )
+            seconds, events, culprit, slowest.category, evidence=evidence, within=within,
+            number=_number(signals, rows, seconds, events),
+        )  # fmt: skip
         yield _Hooks(owner, {row: costs[row] for row in rows}, calls, takes, impact)
+
+
+def _by_batch(signals: Signals, category: str, seconds: float) -> Numbers:
+    """Seconds of a category in each batch; none if it has others than these."""
+    beside = float(signals.steady(signals.total(signals.rows(category)).seconds).sum())
+    return signals.by_batch(category)[: None if seconds >= _AT_TIMES * beside else 0]
+
+
+def _number(
+    signals: Signals, rows: Sequence[Action], seconds: Numbers, calls: float | None
+) -> float | None:
+    """The number of events of equal cost in which methods take some seconds, if it may vary.
+
+    ``calls`` are those of the most costly one, if there are few.
+    """
+    costs = signals.steady(seconds)
+    if all(row.category == rows[0].category for row in rows):
+        values = _by_batch(signals, rows[0].category, float(costs.sum()))
+        if len(values):
+            return inf if stats.stalls(values).period is not None else stats.equal(values)
+    return None if calls is None else min(stats.equal(costs), calls)
 
 
 def _works_at(signals: Signals, row: Action, seconds: float) -> tuple[float, str, float] | None:
@@ -114,13 +134,10 @@ def _works_at(signals: Signals, row: Action, seconds: float) -> tuple[float, str
 
     Known if its category has little beside it.
     """
-    beside = float(signals.steady(signals.total(signals.rows(row.category)).seconds).sum())
-    if not len(signals.phases) or seconds < _AT_TIMES * beside:
-        return None
-    values = signals.phases[:, CATEGORIES.index(row.category)]
+    values = _by_batch(signals, row.category, seconds)
     found = stats.stalls(values)
     count = len(found.positions)
-    if found.excess.sum() <= _AT_TIMES * np.nansum(values):
+    if not count or found.excess.sum() <= _AT_TIMES * values.sum():
         return None
     often = f"in {count} of {counted(len(values), 'batch')}"
     if found.period is not None:
@@ -195,44 +212,37 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     if not writes:
         return
     seconds = signals.category("checkpoint")
-    written, calls = signals.total(writes)
-    files = max(float(calls.sum()), 1.0)
-    saves = _saves(signals, files, float(written.sum()) / files)
+    # With save_last=True or two callbacks several files are written at once.
+    known = [row for row in signals.actions if row == SAVES]
+    until, saves = (float(values.sum()) for values in signals.total(known or writes))
     per_checkpoint = float(seconds.sum() / saves)
-    interval = signals.batches / saves
+    interval = max((until if known else signals.batches) / saves, 1.0)
     times = max(min(signals.share(seconds) / aim, saves / left), 2)
     # ModelCheckpoint counts optimizer steps.
     per_batch = signals.setup.steps_per_batch
     steps = max(round(interval * times * per_batch), 1)
     rarer = round(steps / per_batch)
     slowest = max(rows, key=signals.seconds).name
-    advice = (
-        f"A checkpoint takes {duration(per_checkpoint)} and is written every "
-        f"{counted(round(interval), 'batch')}. Every {rarer} batches gives {PROMISE} "
-        f"(ModelCheckpoint(every_n_train_steps={steps})); save_weights_only=True writes less."
-    )
+    often, less = counted(round(interval), "batch"), "save_weights_only=True writes less"
+    less = "" if signals.setup.weights_only else f"; {less}"
+    advice = f"A checkpoint takes {duration(per_checkpoint)} and is written "
+    if saves > 1:
+        advice += (
+            f"every {often}. Every {rarer} batches gives {PROMISE} "
+            f"(ModelCheckpoint(every_n_train_steps={steps})){less}."
+        )
+    else:
+        advice += f"once, after {often}: its share falls with the length of the run{less}."
     evidence = {
         "checkpoints": saves, "seconds_per_checkpoint": per_checkpoint, "batches_between": interval,
         "advised_every_n_train_steps": float(steps),
     }  # fmt: skip
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
-        "checkpoint", evidence=evidence, advice=advice, saves=1 - interval / rarer, whole_run=True,
+        "checkpoint", evidence=evidence, advice=advice, whole_run=True,
+        saves=1 - interval / rarer if saves > 1 else None,
+        number=inf if saves > 1 else saves,  # a single one may not come again
     )  # fmt: skip
-
-
-def _saves(signals: Signals, files: float, seconds: float) -> float:
-    """How often checkpoints are written, given the number of their files, and seconds for each.
-
-    With ``save_last=True`` or two callbacks several are written at once.
-    """
-    # Hooks that write nothing take some time, too.
-    writes = signals.phases[:, CATEGORIES.index("checkpoint")] > _WRITES * seconds
-    if not writes.any():
-        return files
-    seen = float(np.mean(writes)) * signals.batches
-    # The last ones may be written after the last batch.
-    return min(max(files / ceil(files / (seen + 1)), seen), files)
 
 
 def validation_bound(signals: Signals) -> Iterable[Impact]:

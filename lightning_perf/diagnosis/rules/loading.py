@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import LEAST, PROMISE, Impact, stretch_of, without_none
-from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING, SAMPLER
+from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING, SAMPLER, WARM_UP
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def _passed(
         parts = np.split(found, np.flatnonzero(np.diff(found) > 2 * max(workers, 1)) + 1)
         if len(longest := max(parts, key=len)):  # others are stalls
             begin, end = int(longest[0]), int(longest[-1]) + 1
+            begin = start if begin - start <= WARM_UP else begin  # which has no stalls
             margin = 0.1 * (end - begin)
     begins = windows[0] == 0
     if not begins and signals.series is None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
 from lightning_perf.diagnosis.signals import STRATEGY, WAITS, Unknown
-from lightning_perf.diagnosis.stats import fewest
+from lightning_perf.diagnosis.stats import equal, fewest
 from lightning_perf.units import counted, duration, rounded
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     if late.seconds < LEAST:
         return
     # One that is late often is so by itself.
-    again = max(1 - taken, min(certain, fewest(signals.steady(seconds))))
+    again = max(1 - taken, min(certain, fewest(equal(signals.steady(seconds)))))
     who = f"rank {late.rank}"
     evidence: dict[str, float | str] = {
         "waited_seconds": late.seconds,

@@ -19,6 +19,7 @@ from lightning_perf.diagnosis.signals import (
     IN_BATCHES,
     RUNNING,
     SQUARES,
+    WARM_UP,
     Series,
     Signals,
     Stalled,
@@ -44,7 +45,7 @@ _BLOCKS, _FEWEST, _STRETCH, _RECUR, _MOSTLY = 200, 2, 12, 3, 0.7
 
 
 def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iterable[Impact]:
-    """The first batch, with what callbacks do before it, takes ``ratio`` times the median.
+    """The first batches, with what callbacks do before them, take ``ratio`` times the median.
 
     And more than this by a share of the run, and by some seconds.
     """
@@ -52,20 +53,23 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
     if first is None or not np.isfinite(signals.steps).any():
         raise Unknown("the first batch or the others were not timed")
     median = float(np.nanmedian(signals.steps))
+    later = float(np.nansum(signals.steps[1:WARM_UP]))
+    second = 0.0 if signals.dropped else max(later - median, 0.0)
     # Hooks that run before it are not part of it. What they take in each epoch is no warm-up.
-    hooks = [row for row in signals.rows("callbacks", "other") if row.name.endswith(BEFORE)]
-    calls = {row: _first_call(signals.actions[row]) for row in hooks}
-    before = sum(extra for _, extra in calls.values())
+    parts = [name for name in IN_BATCHES if name not in COMPUTE]
+    calls = {row: _first_call(signals.actions[row]) for row in signals.rows(*parts)}
+    hooks = [row for row in calls if "." in row.name]
+    before = sum(calls[row][1] for row in hooks if row.name.endswith(BEFORE))
     hook = max(hooks, key=lambda row: calls[row][1], default=None)
     # The start of the data pipeline has a rule of its own.
-    lost = before + first - median - float(signals.restarts.seconds[:1].sum())
+    lost = before + first - median + second - float(signals.restarts.seconds[:1].sum())
     # Waiting for a CPU meanwhile, beyond the usual wait, is not part of the warm-up.
     usually = signals.counts[:1] * signals.per_batch(signals.waiting)
     certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
-    if before + first < ratio * median or certain < max(share * wall, seconds):
+    if before + first + second < ratio * median or certain < max(share * wall, seconds):
         return
     over = dict.fromkeys(IN_BATCHES, 0.0)
-    if len(signals.windows) > (signals.start or 1):
+    if signals.start:
         batches, categories = signals.counts[0], {n: signals.category(n) for n in IN_BATCHES}
         over = {n: cost[0] - batches * signals.per_batch(cost) for n, cost in categories.items()}
     phase = max(over, key=over.__getitem__) if any(over.values()) else None
@@ -76,11 +80,15 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
     }  # fmt: skip
     fades = "Its share falls with the length of the run; to compare speeds, leave it out."
     culprit = None
-    if hook is not None and before > lost / 2:
+    if hook is not None and calls[hook][1] > lost / 2:
         culprit, phase = hook.name, hook.category
-        advice = f"{culprit} takes {duration(calls[hook][0])} before the first batch. {fades}"
+        when = "before" if culprit.endswith(BEFORE) else "in"
+        advice = f"{culprit} takes {duration(calls[hook][0])} {when} the first batch. {fades}"
     else:
-        advice = f"The first batch takes {duration(first)}, the others {duration(median)}. {fades}"
+        takes = f"The first batch takes {duration(first)}"
+        if second > lost / 2:
+            takes = f"The first two batches take {duration(first + median + second)}"
+        advice = f"{takes}, the others {duration(median)}. {fades}"
     if compiling > 0.5 * first:
         advice += " Most of it is compilation, which torch.compile's cache can save."
     yield Impact(
@@ -91,9 +99,9 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
 
 
 def _first_call(hook: Series) -> tuple[float, float]:
-    """Seconds of a hook's first call, and how many more they are than those of a usual one.
+    """Seconds of a hook in the first window, and how many more they are than those of usual calls.
 
-    Further calls in the first window take as long as later ones. Without these, all are usual.
+    Without later calls, several in the first window are usual.
     """
     seconds, calls = hook
     first = 0 if calls[0] > 1 and not calls[1:].any() else 1
@@ -115,7 +123,7 @@ def recompile(signals: Signals, fewest: float) -> Iterable[Impact]:
         "prints each cause."
     )
     yield Impact(
-        seconds, times, "torch.compile", "forward", advice=advice,
+        seconds, times, "torch.compile", "forward", advice=advice, number=times,
         evidence={"compilations": times, "compile_seconds": float(seconds.sum())},
         within=signals.within(rows),
     )  # fmt: skip
@@ -154,7 +162,7 @@ def gc_pauses(signals: Signals, named: float) -> Iterable[Impact]:
     culprit, phase = (most.name, most.category) if share >= named else (None, None)
     yield Impact(
         seconds, events, culprit, phase, evidence=evidence, advice=advice,
-        certain=1 - 1 / count,  # a single one may not come again
+        number=count if culprit else None, certain=1 - 1 / count,  # a single one may not come again
         within={name: kept * values for name, values in signals.within(rows).items()},
     )  # fmt: skip
 
