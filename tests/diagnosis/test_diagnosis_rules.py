@@ -1887,6 +1887,18 @@ def test_the_culprit_of_validation_is_in_its_time() -> None:
     assert (found.culprit, found.evidence["windows_with_validation"]) == ("validate.forward", 2)
 
 
+@pytest.mark.parametrize("first", [0.5, 3.5])
+def test_what_the_first_validation_sets_up_is_not_saved_by_fewer(first: float) -> None:
+    """The advice promises half of what validations take later."""
+    phases = fine_batches(STEPS)
+    steps, total = phases.sum(axis=1), phases.sum() + first + 1
+    phases[[30, 60, 90], CATEGORIES.index("validation")] = [first, 0.5, 0.5]
+    (found,) = diagnose(signals_of_batches(phases, steps=steps)).verdicts
+    assert (found.code, found.share) == ("validation-bound", pytest.approx((first + 1) / total))
+    assert found.predicted_speedup == pytest.approx(total / (total - 0.75))
+    assert ("The first one takes 3.50 s, the others 500 ms." in found.advice) == (first > 1)
+
+
 @pytest.mark.parametrize(
     ("name", "loader", "advice"),
     [

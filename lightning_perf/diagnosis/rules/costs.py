@@ -12,6 +12,7 @@ import numpy as np
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
 from lightning_perf.diagnosis.signals import BEFORE, COMPILE, COMPUTE, GC, SAVES, STRATEGY
+from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
 _AT_INTERVALS = (".log_metrics", ".save")
 #: The part of a method's time in few batches from which on it works in these alone.
 _AT_TIMES = 0.9
+#: The part of all validations that the first one takes beyond the others if it sets something up,
+#: and the fewest validations for that to be known.
+_SET_UP, _FEWEST_VALIDATIONS = 0.2, 3
 #: Methods of a class in a text.
 _LISTED = 5
 #: Lightning's own progress bars, which have a refresh rate.
@@ -266,6 +270,9 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
         "Validate half as often (val_check_interval, check_val_every_n_epoch) or on half as many "
         f"batches (limit_val_batches): {PROMISE}, validation included."
     )
+    once = _first_validation(signals)
+    if once is not None:
+        advice += f" The first one takes {duration(once[0])}, the others {duration(once[1])}."
     if phase == "dataloader_next":
         starts = sum(signals.seconds(row) for row in rows if row.name == "iter")
         advice += _faster_validation(signals.setup, starts > costs[phase] / 2)
@@ -286,12 +293,23 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
         longer = signals.own_work("validation") - signals.work["validation"].min(axis=1)
         seconds += np.minimum(signals.actions[slowest].seconds, longer)
         within = signals.lost({"validation": seconds})
+    once_share = 0.0 if once is None else min((once[0] - once[1]) / float(seconds.sum()), 1.0)
     yield Impact(  # too rare for a bootstrap
-        seconds, 1.0, culprit, "validation", advice=advice, saves=0.5, whole_run=True,
-        on_host=False, within=within, evidence={
+        seconds, 1.0, culprit, "validation", advice=advice, whole_run=True, on_host=False,
+        saves=0.5 * (1 - once_share), within=within, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
         },
     )  # fmt: skip
+
+
+def _first_validation(signals: Signals) -> tuple[float, float] | None:
+    """Seconds of the first validation and of a later one, if it is a large part of all of them."""
+    values = signals.phases[:, CATEGORIES.index("validation")]
+    values = values[values > 0]
+    if signals.dropped or len(values) < _FEWEST_VALIDATIONS:
+        return None
+    first, usual = float(values[0]), float(np.median(values[1:]))
+    return (first, usual) if first - usual > _SET_UP * values.sum() else None
 
 
 def _faster_validation(setup: Setup, starting: bool) -> str:
