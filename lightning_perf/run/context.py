@@ -129,6 +129,7 @@ class RunContext(Run):
         yield self._patches.restore
         if reason == "exception":
             yield self.windows.gatherer.fail
+            yield self.windows.interrupt
         else:
             # Other ranks' last reports; callbacks receive them before they close.
             yield partial(self.windows.gatherer.finish, GATHER_TIMEOUT)

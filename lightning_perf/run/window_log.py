@@ -105,6 +105,9 @@ class WindowLog:
         self.recent.append(report)
         reports, batch = self.reports, report.stamp.batch
         batches = batch - reports[-1].stamp.batch
+        if report.at_end and not batches and self._most and len(reports) > 1:
+            reports[-1] = report  # with what has followed the last batch, such as validation
+            return
         if batches < self._fewest and not (report.at_end and batches and self._most):
             return
         reports.append(report)

@@ -233,17 +233,29 @@ class Windows:
         if last:
             self._batches.wait()
         report = self._report(self._stages.stage, at_end, due)
-        further: dict[Action, Cost] = {}
-        for each in due:
-            further |= each.callback.call(each.callback.costs) or {}
-        if further:
-            report.costs = replace(report.costs, further=further)
+        self._add_costs(report, due)
         now = at_end or monitored
         ended = [each for each in due if now or each.callback.trigger.consume_request()]
         when = LAST if last else _NESTED_END if at_end else self._stages.counters.batch
         number = sum(each.number for each in due)
         deliver = partial(self._deliver, report, ended)
         self.gatherer.gather((number, when), report.rows[0], deliver)
+
+    def _add_costs(self, report: Report, due: Iterable[_Subscription]) -> None:
+        further: dict[Action, Cost] = {}
+        for each in due:
+            further |= each.callback.call(each.callback.costs) or {}
+        if further:
+            report.costs = replace(report.costs, further=further)
+
+    def interrupt(self) -> None:
+        """An exception ends the run: the only rank adds what it measured to the logs of windows."""
+        for stage, log in self.logs.items():
+            if self._alone and not log.last.at_end:
+                report = self._report(stage, True)
+                self._add_costs(report, self._subscriptions)
+                for each in (log, *(each.logs[stage] for each in self._subscriptions)):
+                    each.add(report)
 
     def _report(self, stage: str, at_end: bool, due: Iterable[_Subscription] = ()) -> Report:
         """The totals of this rank."""

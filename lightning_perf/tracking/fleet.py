@@ -99,12 +99,14 @@ def in_folder(root: Path, since: float, unreadable: list[SummaryError]) -> list[
     ``unreadable`` gets why summaries were left out.
     """
     summaries = [*summaries_below(root, _LEVELS, unreadable)]
-    attempts, found = _attempts_of(path.parent for path, _ in summaries), []
+    (attempts, copies), found = _attempts_of(path.parent for path, _ in summaries), []
     runs = {(each["run"], _job(each)) for path, each in summaries if _key(path, each) in attempts}
     for path, summary in summaries:
         has_attempts = _key(path, summary) in attempts or (path.parent / ATTEMPTS).exists()
         if (summary["run"], _job(summary)) in runs and not has_attempts:
             continue  # a copy of the summary alone, such as an artifact of MLflow
+        if path.parent in copies:
+            continue
         with suppress(OSError):  # it was deleted meanwhile
             if (seen := path.stat().st_mtime) >= since:
                 found.append(_of_summary(path.parent, summary, seen, attempts))
@@ -120,18 +122,20 @@ def _key(path: Path, summary: Summary) -> tuple[Path, str]:
     return path.parent, _job(summary)
 
 
-def _attempts_of(folders: Iterable[Path]) -> _Jobs:
-    """The attempts of each run's jobs, and those of other runs in these.
+def _attempts_of(folders: Iterable[Path]) -> tuple[_Jobs, set[Path]]:
+    """The attempts of each run's jobs, and those of other runs in these; and copies of folders.
 
     The file of one that resumed is in the folder of its job's first attempt. Copies of folders have
     copies of attempts, which count once. Trainings that start together in containers may give one
     name to their jobs.
     """
     known, jobs = set(folders), dict[tuple[str, object], dict[str, Any]]()
+    copies: set[Path] = set()
     found: _Jobs = {}
-    for folder in known:
+    for folder in sorted(known, key=lambda each: (len(each.parts), each)):  # of copies, one wins
         attempts = attempts_in(folder / ATTEMPTS)
         began = {each.name: each.began for each in attempts}
+        copies |= {folder} if attempts else set()
         for each in attempts:
             own = folder.parent / (each.folder or folder.name)
             own = own if own in known else folder
@@ -139,7 +143,7 @@ def _attempts_of(folders: Iterable[Path]) -> _Jobs:
             if each.name not in job or job[each.name][1].seen < each.seen:
                 job[each.name] = own, each
             found[own, each.job] = job
-    return found
+    return found, copies - {own for job in jobs.values() for own, _ in job.values()}
 
 
 def _order(run: FleetRun) -> tuple[float, float]:
