@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -57,8 +57,7 @@ NAMED = ("callbacks", "logging", "checkpoint")
 RECORDING = Action("recorder", "", "recording")
 #: The squares of the seconds of collections, as seconds.
 SQUARES = Action("gc squares", "", "squares")
-#: Batches after which checkpoints were written, several at once counted once, as calls; up to which
-#: batch, as seconds.
+#: Batches after which checkpoints were written, as calls: several at once count once.
 SAVES = Action("checkpoints", "", "saves")
 #: Stages of costs that are part of others.
 _APART = (GC, COMPILE, QUEUE, RECORDING.stage, SQUARES.stage, SAVES.stage)
@@ -80,6 +79,10 @@ _STEPS_PER_STALL = 2
 _BESIDE = 20
 #: If more than this share of stalls follow another one at once, they are slow batches in series.
 _IN_SERIES = 0.8
+#: The first of some events sets something up if it takes this many times as long as a later one.
+_SET_UP = 3.0
+#: The part of the usual time of events that one has at least.
+_WORKS = 0.1
 #: If waiting for batches may be this share of the time of stalls, they are stalls of workers.
 _WAITED = 0.8
 
@@ -127,7 +130,8 @@ class Setup:
     automatic_optimization: bool = True
     #: Optimizer steps per batch: less than 1 with accumulated gradients.
     steps_per_batch: float = 1.0
-    #: Whether checkpoints have no states of optimizers.
+    #: The class names of callbacks that write checkpoints, and whether all leave optimizers out.
+    savers: frozenset[str] = frozenset()
     weights_only: bool = False
     #: Whether each epoch has a new DataLoader.
     reloads: bool = False
@@ -158,6 +162,16 @@ class Step(NamedTuple):
     seconds: float
     flops: float
     begins_epoch: bool
+
+
+class SetUp(NamedTuple):
+    """What the first of some events takes beyond the others."""
+
+    #: Seconds of the first one, and of a later one.
+    first: float
+    usual: float
+    #: The difference, in the window of the first one.
+    extra: Numbers
 
 
 class Stalled(NamedTuple):
@@ -404,6 +418,28 @@ class Signals:
         """Seconds of a category in each batch, warm-up excluded; empty if unknown."""
         return self.phases[max(WARM_UP - self.dropped, 0) :, CATEGORIES.index(name)]
 
+    def positions(self, name: str, most: float = inf) -> NDArray[np.intp]:
+        """The latest batches with time in a category that is used in few; ``most`` so many of them.
+
+        What takes little beside the others is no event.
+        """
+        values = self.phases[:, CATEGORIES.index(name)]
+        count = int(np.count_nonzero(values))
+        largest = np.argsort(-values)[: count if most >= count else int(most)]
+        level = _WORKS * np.median(values[largest]) if len(largest) else 0.0
+        return np.sort(largest[values[largest] > level])
+
+    def set_up(self, name: str, most: float = inf) -> SetUp | None:
+        """What the first of such batches takes beyond the others; None if it is one of them."""
+        at = self.positions(name, most)
+        if self.dropped or len(at) < 2:
+            return None
+        values = self.phases[at, CATEGORIES.index(name)]
+        first, usual = float(values[0]), float(np.median(values[1:]))
+        extra = self.nothing
+        extra[self.windows_of(at[:1])] = first - usual
+        return SetUp(first, usual, extra) if first > _SET_UP * usual else None
+
     @cached_property
     def step_seconds(self) -> float:
         """Wall seconds per batch, warm-up excluded."""
@@ -498,7 +534,7 @@ class Signals:
     # -- input ----------------------------------------------------------------------------------
 
     @cached_property
-    def restarts(self) -> Series:
+    def _starts(self) -> Series:
         """The cost of starting an epoch, beyond a usual fetch; calls are epochs.
 
         Without another fetch, in epochs of one batch, the first one is usual.
@@ -510,6 +546,16 @@ class Signals:
         fetch = usual.seconds.sum() / max(usual.calls.sum(), 1.0)
         seconds = self.total(rows).seconds - fetch * first.calls
         return Series(np.maximum(seconds, 0.0), first.calls)
+
+    @cached_property
+    def restarts(self) -> Series:
+        """The same without what the first one takes alone, which is part of the warm-up."""
+        seconds, calls = self._starts
+        later = float(calls[1:].sum())
+        each = float(seconds[1:].sum() / max(later, 1.0))
+        if self.start and calls[0] == 1 and (not later or seconds[0] > _SET_UP * each):
+            seconds = np.append(each, seconds[1:])
+        return Series(seconds, calls)
 
     @cached_property
     def samplers(self) -> list[Action]:
@@ -533,7 +579,7 @@ class Signals:
     @cached_property
     def waits(self) -> Numbers:
         """Seconds of waiting for batches within epochs; those of a GPU, if they are fewer."""
-        waits = np.maximum(self.shared("dataloader_next") - self.restarts.seconds, 0.0)
+        waits = np.maximum(self.shared("dataloader_next") - self._starts.seconds, 0.0)
         exposed, batches = self.column("timings/exposed_input"), self.column(_DEVICE_BATCHES)
         if exposed is None or batches is None or not batches.any():
             return waits

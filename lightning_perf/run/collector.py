@@ -179,7 +179,7 @@ class Collector:
         recordings = {RECORDING: Cost(0.0, self._recordings)}
         collections, saves = self._clock.collections, self._clock.saves
         squares = {SQUARES: Cost(self._clock.squares, 0)}
-        written = {SAVES: Cost(max(saves, default=0), len(saves))}
+        written = {SAVES: Cost(0.0, len(saves))}
         return {**compilations, **run_queue(), **recordings, **collections, **squares, **written}
 
     def add_compilations(self, category: str) -> None:
@@ -278,8 +278,8 @@ def _setup(context: Run) -> Setup:
         log_every_n_steps=trainer.log_every_n_steps,
         batches_per_epoch=context.limits.batches_per_epoch,
         automatic_optimization=context.module.automatic_optimization,
-        weights_only=bool(checkpoints)
-        and all(getattr(each, "save_weights_only", False) for each in checkpoints),
+        savers=frozenset(type(each).__name__ for each in checkpoints),
+        weights_only=all(getattr(each, "save_weights_only", False) for each in checkpoints),
         reloads=getattr(trainer, "reload_dataloaders_every_n_epochs", 0) == 1,
         loader=_loader(compat.training_loaders(trainer), context),
         ours=frozenset({"lightning_perf", *(type(each).__name__ for each in context.members)}),

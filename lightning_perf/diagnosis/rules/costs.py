@@ -12,13 +12,12 @@ import numpy as np
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
 from lightning_perf.diagnosis.signals import BEFORE, COMPILE, COMPUTE, GC, SAVES, STRATEGY
-from lightning_perf.timing.totals import CATEGORIES
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from lightning_perf.diagnosis.signals import Setup, Signals
+    from lightning_perf.diagnosis.signals import SetUp, Setup, Signals
     from lightning_perf.diagnosis.stats import Numbers
     from lightning_perf.timing.totals import Action
 
@@ -28,9 +27,8 @@ _METRICS, _SCHEDULERS = "reduce_metrics", "step_lr_schedulers"
 _AT_INTERVALS = (".log_metrics", ".save")
 #: The part of a method's time in few batches from which on it works in these alone.
 _AT_TIMES = 0.9
-#: The part of all validations that the first one takes beyond the others if it sets something up,
-#: and the fewest validations for that to be known.
-_SET_UP, _FEWEST_VALIDATIONS = 0.2, 3
+#: Intervals between checkpoints, and sums of seconds, are alike if they differ by this part.
+_ALIKE = 0.2
 #: Methods of a class in a text.
 _LISTED = 5
 #: Lightning's own progress bars, which have a refresh rate.
@@ -93,7 +91,7 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         calls = max(float(signals.steady(signals.actions[slowest].calls).sum()), 1.0)
         culprit = slowest.name
         if len(rows) == 1:
-            at_times = _works_at(signals, slowest, costs[slowest])
+            at_times = _works_at(signals, slowest)
             per_call = float(signals.steady(seconds).sum()) / calls
             per_call, often, worked = at_times or (per_call, "per call", calls)
             takes = f"{called(culprit)} takes {duration(per_call)} {often}"
@@ -112,10 +110,28 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         yield _Hooks(owner, {row: costs[row] for row in rows}, calls, takes, impact)
 
 
-def _by_batch(signals: Signals, category: str, seconds: float) -> Numbers:
-    """Seconds of a category in each batch; none if it has others than these."""
-    beside = float(signals.steady(signals.total(signals.rows(category)).seconds).sum())
-    return signals.by_batch(category)[: None if seconds >= _AT_TIMES * beside else 0]
+def _by_batch(signals: Signals, rows: Sequence[Action]) -> Numbers:
+    """Seconds of some methods in each batch after the warm-up; empty if they are not known.
+
+    They are those of their category if it has little else, or the long ones there, if these are in
+    the windows in which the methods take long.
+    """
+    values, rest = signals.by_batch(rows[0].category), signals.rows(rows[0].category)
+    own, others = (
+        signals.steady(signals.total(each).seconds)
+        for each in (rows, [row for row in rest if row not in rows])
+    )
+    if others.sum() > (1 - _AT_TIMES) * own.sum():
+        found = stats.stalls(values)
+        at = signals.windows_of(found.positions + len(signals.phases) - len(values))
+        long = signals.steady(np.bincount(at, found.excess, len(signals.windows)).astype(float))
+        alike = [np.abs(each - long).sum() <= _ALIKE * each.sum() for each in (own, others)]
+        if alike != [True, False]:
+            return values[:0]
+        values = np.bincount(found.positions, found.excess, len(values)).astype(float)
+    # What follows the last batch is in none.
+    known = signals.dropped or abs(values.sum() - own.sum()) <= _ALIKE * own.sum()
+    return values if known and all(row in rest for row in rows) else values[:0]
 
 
 def _number(
@@ -125,27 +141,37 @@ def _number(
 
     ``calls`` are those of the most costly one, if there are few.
     """
-    costs = signals.steady(seconds)
-    if all(row.category == rows[0].category for row in rows):
-        values = _by_batch(signals, rows[0].category, float(costs.sum()))
-        if len(values):
-            return inf if stats.stalls(values).period is not None else stats.equal(values)
-    return None if calls is None else min(stats.equal(costs), calls)
+    values = _by_batch(signals, rows)
+    if len(values):
+        return inf if _period(values) is not None else stats.equal(values)
+    if calls is None:
+        return None
+    if calls == signals.restarts.calls.sum() > 1:
+        return inf  # in each epoch
+    return min(stats.equal(signals.steady(seconds)), calls)
 
 
-def _works_at(signals: Signals, row: Action, seconds: float) -> tuple[float, str, float] | None:
+def _period(values: Numbers) -> float | None:
+    """The number of batches between those that take long, if they are in most of a run."""
+    found = stats.stalls(values)
+    if found.period is None or found.period * len(found.positions) < len(values) / 2:
+        return None
+    return found.period
+
+
+def _works_at(signals: Signals, row: Action) -> tuple[float, str, float] | None:
     """How long a method takes at a time, how often, and how many times, if it works in few batches.
 
-    Known if its category has little beside it.
+    None if that is not known.
     """
-    values = _by_batch(signals, row.category, seconds)
-    found = stats.stalls(values)
+    values = _by_batch(signals, [row])
+    found, period = stats.stalls(values), _period(values)
     count = len(found.positions)
     if not count or found.excess.sum() <= _AT_TIMES * values.sum():
         return None
     often = f"in {count} of {counted(len(values), 'batch')}"
-    if found.period is not None:
-        often = f"every {found.period:.0f} batches"
+    if period is not None:
+        often = f"every {period:.0f} batches"
     return float(found.excess.sum() / count), often, float(count)
 
 
@@ -215,28 +241,28 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     writes = [row for row in rows if row.name.startswith("checkpoint writing")]
     if not writes:
         return
-    seconds = signals.category("checkpoint")
     # With save_last=True or two callbacks several files are written at once.
-    known = [row for row in signals.actions if row == SAVES]
-    until, saves = (float(values.sum()) for values in signals.total(known or writes))
+    known = [row for row in signals.actions if row == SAVES] or writes
+    saves = float(signals.total(known).calls.sum())
+    seconds = without_set_up(signals.category("checkpoint"), signals.set_up("checkpoint", saves))
     per_checkpoint = float(seconds.sum() / saves)
-    interval = max((until if known else signals.batches) / saves, 1.0)
+    interval, often = _interval(signals, saves)
     times = max(min(signals.share(seconds) / aim, saves / left), 2)
     # ModelCheckpoint counts optimizer steps.
     per_batch = signals.setup.steps_per_batch
     steps = max(round(interval * times * per_batch), 1)
     rarer = round(steps / per_batch)
     slowest = max(rows, key=signals.seconds).name
-    often, less = counted(round(interval), "batch"), "save_weights_only=True writes less"
-    less = "" if signals.setup.weights_only else f"; {less}"
-    advice = f"A checkpoint takes {duration(per_checkpoint)} and is written "
-    if saves > 1:
-        advice += (
-            f"every {often}. Every {rarer} batches gives {PROMISE} "
-            f"(ModelCheckpoint(every_n_train_steps={steps})){less}."
-        )
+    less = "" if signals.setup.weights_only else "; save_weights_only=True writes less"
+    advice = f"A checkpoint takes {duration(per_checkpoint)} and is written {often}"
+    origin = max(writes, key=signals.seconds).name
+    if saves == 1:
+        advice += f": its share falls with the length of the run{less}."
+    elif any(f"({name}." in origin for name in signals.setup.savers):
+        step = f"ModelCheckpoint(every_n_train_steps={steps})"
+        advice += f". Every {rarer} batches gives {PROMISE} ({step}){less}."
     else:
-        advice += f"once, after {often}: its share falls with the length of the run{less}."
+        advice += f". Every {rarer} batches gives {PROMISE}: save less often there{less}."
     evidence = {
         "checkpoints": saves, "seconds_per_checkpoint": per_checkpoint, "batches_between": interval,
         "advised_every_n_train_steps": float(steps),
@@ -249,11 +275,32 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     )  # fmt: skip
 
 
+def _interval(signals: Signals, saves: float) -> tuple[float, str]:
+    """Batches between checkpoints, and how often they are written."""
+    total, mean = counted(signals.batches, "batch"), signals.batches / saves
+    if saves == 1:
+        return mean, f"once in {total}"
+    at, end = signals.positions("checkpoint", saves), len(signals.phases)
+    if not signals.dropped and len(at) == saves - 1:
+        at = np.append(at, end - 1)  # the last one follows the last batch
+    gaps = np.diff(at)
+    usual = float(np.median(gaps)) if len(gaps) else mean
+    regular = np.all(np.abs(gaps - usual) <= _ALIKE * usual)
+    if not regular or (len(at) and end - at[-1] > (1 + _ALIKE) * usual):
+        return mean, f"{saves:.0f} times in {total}"
+    return usual, f"every {counted(round(usual), 'batch')}"
+
+
+def without_set_up(seconds: Numbers, first: SetUp | None) -> Numbers:
+    """Seconds of events without what the first of them sets up, which is part of the warm-up."""
+    return seconds if first is None else np.maximum(seconds - first.extra, 0.0)
+
+
 def validation_bound(signals: Signals) -> Iterable[Impact]:
     """Validation takes long; the culprit is its largest part."""
-    seconds = signals.shared("validation")
     if not signals.spent["validation"].any():
         return
+    seconds = without_set_up(signals.shared("validation"), signals.set_up("validation"))
     within = {"validation": seconds}
     # Checkpoints that are written meanwhile are apart.
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
@@ -270,9 +317,6 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
         "Validate half as often (val_check_interval, check_val_every_n_epoch) or on half as many "
         f"batches (limit_val_batches): {PROMISE}, validation included."
     )
-    once = _first_validation(signals)
-    if once is not None:
-        advice += f" The first one takes {duration(once[0])}, the others {duration(once[1])}."
     if phase == "dataloader_next":
         starts = sum(signals.seconds(row) for row in rows if row.name == "iter")
         advice += _faster_validation(signals.setup, starts > costs[phase] / 2)
@@ -293,23 +337,12 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
         longer = signals.own_work("validation") - signals.work["validation"].min(axis=1)
         seconds += np.minimum(signals.actions[slowest].seconds, longer)
         within = signals.lost({"validation": seconds})
-    once_share = 0.0 if once is None else min((once[0] - once[1]) / float(seconds.sum()), 1.0)
     yield Impact(  # too rare for a bootstrap
         seconds, 1.0, culprit, "validation", advice=advice, whole_run=True, on_host=False,
-        saves=0.5 * (1 - once_share), within=within, evidence={
+        saves=0.5, within=within, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
         },
     )  # fmt: skip
-
-
-def _first_validation(signals: Signals) -> tuple[float, float] | None:
-    """Seconds of the first validation and of a later one, if it is a large part of all of them."""
-    values = signals.phases[:, CATEGORIES.index("validation")]
-    values = values[values > 0]
-    if signals.dropped or len(values) < _FEWEST_VALIDATIONS:
-        return None
-    first, usual = float(values[0]), float(np.median(values[1:]))
-    return (first, usual) if first - usual > _SET_UP * values.sum() else None
 
 
 def _faster_validation(setup: Setup, starting: bool) -> str:

@@ -19,7 +19,6 @@ from lightning_perf.diagnosis.signals import (
     IN_BATCHES,
     RUNNING,
     SQUARES,
-    WARM_UP,
     Series,
     Signals,
     Stalled,
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
 
 #: A few stalls count from these mean seconds on; how certain it is that they come again.
 _LONG, _AGAIN = 1.0, 0.05
+#: Advice on what is over.
+_FADES = "Its share falls with the length of the run; to compare speeds, leave it out."
 #: Categories below this share of a batch are too noisy to compare.
 _PART = 0.05
 #: Blocks of batches in which slow stretches are searched; the blocks and slow batches of one, the
@@ -47,49 +48,68 @@ _BLOCKS, _FEWEST, _STRETCH, _RECUR, _MOSTLY = 200, 2, 12, 3, 0.7
 def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iterable[Impact]:
     """The first batches, with what callbacks do before them, take ``ratio`` times the median.
 
-    And more than this by a share of the run, and by some seconds.
+    And more than this by a share of the run, and by some seconds. The same of the first validation
+    and the first checkpoint, beyond the others.
     """
     first, wall = signals.first_step, float(signals.wall.sum())
     if first is None or not np.isfinite(signals.steps).any():
         raise Unknown("the first batch or the others were not timed")
+    least = max(share * wall, seconds)
+    for name, each in (("validation", "validation"), ("checkpoint", "checkpoint")):
+        found = signals.set_up(name)
+        if found is not None and found.extra.sum() >= least:
+            advice = (
+                f"The first {each} takes {duration(found.first)}, the others "
+                f"{duration(found.usual)}. {_FADES}"
+            )
+            yield Impact(
+                found.extra,
+                1.0,
+                phase=name,
+                advice=advice,
+                whole_run=True,
+                highest="warning",
+                inferred=True,
+            )
+    if not signals.start:
+        return
+    # Without what comes again: usual batches, hooks that run in each epoch, and its start.
     median = float(np.nanmedian(signals.steps))
-    later = float(np.nansum(signals.steps[1:WARM_UP]))
-    second = 0.0 if signals.dropped else max(later - median, 0.0)
-    # Hooks that run before it are not part of it. What they take in each epoch is no warm-up.
     parts = [name for name in IN_BATCHES if name not in COMPUTE]
     calls = {row: _first_call(signals.actions[row]) for row in signals.rows(*parts)}
     hooks = [row for row in calls if "." in row.name]
-    before = sum(calls[row][1] for row in hooks if row.name.endswith(BEFORE))
     hook = max(hooks, key=lambda row: calls[row][1], default=None)
-    # The start of the data pipeline has a rule of its own.
-    lost = before + first - median + second - float(signals.restarts.seconds[:1].sum())
+    took = float(sum(signals.spent[name][0] for name in IN_BATCHES))
+    again = sum(
+        float(signals.actions[row].seconds[0]) - calls[row][1]
+        for row in hooks
+        if row.name.endswith(BEFORE)
+    )
+    lost = took - float(signals.counts[0]) * median - again - float(signals.restarts.seconds[0])
     # Waiting for a CPU meanwhile, beyond the usual wait, is not part of the warm-up.
-    usually = signals.counts[:1] * signals.per_batch(signals.waiting)
-    certain = lost - float(np.maximum(signals.waiting[:1] - usually, 0.0).sum())
-    if before + first + second < ratio * median or certain < max(share * wall, seconds):
+    usually = signals.counts[0] * signals.per_batch(signals.waiting)
+    certain = lost - max(float(signals.waiting[0]) - usually, 0.0)
+    if lost < (ratio - 1) * median or certain < least:
         return
-    over = dict.fromkeys(IN_BATCHES, 0.0)
-    if signals.start:
-        batches, categories = signals.counts[0], {n: signals.category(n) for n in IN_BATCHES}
-        over = {n: cost[0] - batches * signals.per_batch(cost) for n, cost in categories.items()}
-    phase = max(over, key=over.__getitem__) if any(over.values()) else None
+    costs = {name: signals.category(name) for name in IN_BATCHES}
+    over = {n: cost[0] - signals.counts[0] * signals.per_batch(cost) for n, cost in costs.items()}
+    phase: str | None = max(over, key=over.__getitem__)
     compilations = [r for r in signals.actions if (r.stage, r.category) == (COMPILE, "forward")]
-    compiling = float(signals.total(compilations).seconds[:1].sum())
+    compiling = float(signals.total(compilations).seconds[0])
     evidence = {
         "first_step_seconds": first, "median_step_seconds": median, "compile_seconds": compiling,
     }  # fmt: skip
-    fades = "Its share falls with the length of the run; to compare speeds, leave it out."
     culprit = None
     if hook is not None and calls[hook][1] > lost / 2:
         culprit, phase = hook.name, hook.category
         when = "before" if culprit.endswith(BEFORE) else "in"
-        advice = f"{culprit} takes {duration(calls[hook][0])} {when} the first batch. {fades}"
+        advice = f"{culprit} takes {duration(calls[hook][0])} {when} the first batch. {_FADES}"
     else:
         takes = f"The first batch takes {duration(first)}"
-        if second > lost / 2:
-            takes = f"The first two batches take {duration(first + median + second)}"
-        advice = f"{takes}, the others {duration(median)}. {fades}"
-    if compiling > 0.5 * first:
+        if first - median < lost / 2:
+            takes = f"The first two batches, with what runs before them, take {duration(took)}"
+        advice = f"{takes}, the others {duration(median)}. {_FADES}"
+    if compiling > 0.5 * lost:
         advice += " Most of it is compilation, which torch.compile's cache can save."
     yield Impact(
         np.where(np.arange(len(signals.windows)) > 0, 0.0, lost), 1.0, culprit, phase, None,
