@@ -78,12 +78,13 @@ class RankState:
     @property
     def phase(self) -> str:
         """Where it is, by the words of the metrics."""
-        if not self.stage:
-            return "set-up or the end"
+        named = f" {self.name}" if self.category in _NAMED else ""
+        if not self.stage:  # hooks that follow ours at its end have names
+            is_hook = "." in named and self.name.partition(".")[0] != "lightning_perf"
+            return f"{self.category}{named}" if is_hook else "set-up or the end"
         within = f"{self.stage}, " if self.stage != "train" else ""
         if self.category and self.name.startswith(f"{self.category} "):  # "checkpoint writing"
             return f"{within}{self.name}"
-        named = f" {self.name}" if self.category in _NAMED else ""
         return f"{within}{self.category or 'a batch'}{named}"
 
 

@@ -252,7 +252,9 @@ class _Watch:
                 self._moved, pause = now, 0.0
         if asked:
             self._answer(run, pause, limit)
-        if self._state is None and pause > (limit if asked else limit * self._patience):
+        too_long = pause > (limit if asked else limit * self._patience)
+        # The limit may be that of another phase, which has just begun.
+        if self._state is None and too_long and not self.moved(run):
             self._suspect(run, pause)
         if self._decides < inf:
             self._decide(run)

@@ -100,12 +100,15 @@ def in_folder(root: Path, since: float, unreadable: list[SummaryError]) -> list[
     """
     summaries = [*summaries_below(root, _LEVELS, unreadable)]
     (attempts, copies), found = _attempts_of(path.parent for path, _ in summaries), []
-    runs = {(each["run"], _job(each)) for path, each in summaries if _key(path, each) in attempts}
+    known = [(path.parent, each) for path, each in summaries if _key(path, each) in attempts]
+    runs = {(each["run"], _job(each)) for _, each in known}
+    originals = {(each["run"], _job(each)) for folder, each in known if folder not in copies}
     for path, summary in summaries:
         has_attempts = _key(path, summary) in attempts or (path.parent / ATTEMPTS).exists()
-        if (summary["run"], _job(summary)) in runs and not has_attempts:
+        name = summary["run"], _job(summary)
+        if name in runs and not has_attempts:
             continue  # a copy of the summary alone, such as an artifact of MLflow
-        if path.parent in copies:
+        if name in originals and path.parent in copies:
             continue
         with suppress(OSError):  # it was deleted meanwhile
             if (seen := path.stat().st_mtime) >= since:
@@ -135,10 +138,10 @@ def _attempts_of(folders: Iterable[Path]) -> tuple[_Jobs, set[Path]]:
     for folder in sorted(known, key=lambda each: (len(each.parts), each)):  # of copies, one wins
         attempts = attempts_in(folder / ATTEMPTS)
         began = {each.name: each.began for each in attempts}
-        copies |= {folder} if attempts else set()
         for each in attempts:
             own = folder.parent / (each.folder or folder.name)
             own = own if own in known else folder
+            copies |= {folder, own}
             job = jobs.setdefault((each.job, began.get(each.job, folder)), {})
             if each.name not in job or job[each.name][1].seen < each.seen:
                 job[each.name] = own, each

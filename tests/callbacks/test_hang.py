@@ -333,7 +333,7 @@ def test_a_rank_that_is_the_last_to_end_is_named(tmp_path: Path) -> None:
 
     with training(tmp_path, SlowEnd(), **RANKS):
         text = reported(tmp_path)
-    assert f"**rank 0 has been in set-up or the end ({line('sleep')}) for " in text
+    assert f"**rank 0 has been in other SlowEnd.on_fit_end ({line('sleep')}) for " in text
     assert "s.**" in text
     assert "| 1 | has ended its training |" in text
 
@@ -1130,7 +1130,7 @@ print("rank", module.global_rank, "has worked")
 def test_abort_does_not_end_a_rank_that_has_left_training(tmp_path: Path) -> None:
     """The exit code is that of its script."""
     done = _run(WORKS_ON, tmp_path)
-    assert "rank 1 has been in set-up or the end" in reported(tmp_path)
+    assert "rank 1 has been in other HangsAtEnd.on_train_end" in reported(tmp_path)
     assert (done.returncode, done.stdout.count("has worked")) == (0, 1), done.stderr[-2000:]
 
 

@@ -481,12 +481,12 @@ def test_attempts_of_a_job_count_once_each_up_to_their_last_sign_of_life(
     wasted = {name: each["wasted_device_hours"] / 8 for name, each in found.items()}
     assert wasted == {"first": pytest.approx(0.5), "resumed": pytest.approx(3.5)}
     assert {each["state"] for each in found.values()} == {"killed"}
-    # A copy has the same attempts, which are still those of the first one.
+    # Copies have the same attempts, beside the first one or with all others.
     shutil.copytree(first, tmp_path / "copy")
+    shutil.copytree(tmp_path, tmp_path / "backup")
     _, out, _ = call(capsys, "runs", str(tmp_path), "--json")
     places = {each["place"]: each for each in json.loads(out)["runs"]}
-    assert places[str(first)] == found["first"]
-    assert places[str(tmp_path / "copy")]["device_hours"] == 8  # as its summary says
+    assert places == {str(tmp_path / name): found[name] for name in ("first", "resumed")}
 
 
 def test_an_artifact_below_the_folder_is_not_another_run(tmp_path: Path, capsys: Any) -> None:

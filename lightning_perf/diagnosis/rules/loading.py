@@ -115,7 +115,8 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         passed = slow.passed(signals.counts)
         slow = slow._replace(longer=signals.series or slow.longer)
     if slow is not None and passed is not None:
-        yield _passed(signals, slow, *passed)
+        if not (signals.start and passed[0][-1] == 0):  # that is the warm-up
+            yield _passed(signals, slow, *passed)
         waits, step, slow = waits - passed[1], step - signals.per_batch(passed[1]), None
     wait, workers = signals.per_batch(waits), 0 if loader is None else loader.num_workers
     sampler = signals.slowest(signals.samplers)
