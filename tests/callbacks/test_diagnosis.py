@@ -41,6 +41,7 @@ from lightning_perf.callbacks import diagnosis as module
 from lightning_perf.diagnosis.signals import Signals
 from lightning_perf.run import collector, flop_meter, run
 from lightning_perf.tracking import page
+from lightning_perf.tracking.summary import read_summary
 
 #: Seconds of the planted cause and of a batch without it, by a clock that only they advance.
 NAP, STEP = 0.02, 0.01
@@ -991,8 +992,9 @@ def test_a_verdict_without_a_diagnosis_warns(tmp_path: Path) -> None:
     assert len(ours(caught)) == 1
 
 
-def test_an_interrupted_run_is_diagnosed_up_to_its_last_window(tmp_path: Path) -> None:
-    """The user's exception propagates, and the document is written."""
+@pytest.mark.parametrize("every", [10, 1000])
+def test_an_interrupted_run_is_diagnosed_up_to_its_end(tmp_path: Path, every: int) -> None:
+    """The user's exception propagates, and the document is written, also before a report."""
 
     class Breaks(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -1001,11 +1003,23 @@ def test_an_interrupted_run_is_diagnosed_up_to_its_last_window(tmp_path: Path) -
             return super().training_step(batch, batch_idx)
 
     diagnosis = Diagnosis(terminal=False)
-    run = trainer(tmp_path, diagnosis, Plots(), log_every_n_steps=10, max_epochs=2)
+    run = trainer(tmp_path, diagnosis, Plots(), log_every_n_steps=every, max_epochs=2)
     with pytest.raises(ValueError, match="mine"):
         run.fit(Breaks())
     assert "callback-bound" in blamed(diagnosis)
     assert len(list(tmp_path.rglob("report.html"))) == 1
+    train = read_summary(next(tmp_path.rglob("summary.json")))["stages"]["train"]
+    assert sum(train["windows"]["batches"]) == train["whole_run"]["batches"] == 75
+
+
+def test_what_follows_the_last_batch_is_in_the_windows(tmp_path: Path) -> None:
+    """Also if a report has just been made: they add up to the whole run."""
+    options: dict[str, Any] = {"log_every_n_steps": 10, "max_epochs": 1, "limit_val_batches": 4}
+    diagnose(tmp_path, SlowValidation(), **options)
+    train = read_summary(next(tmp_path.rglob("summary.json")))["stages"]["train"]
+    assert sum(train["windows"]["batches"]) == 40
+    in_windows = sum(train["windows"]["timings"]["validation"])
+    assert in_windows == pytest.approx(train["whole_run"]["timings"]["validation"], rel=0.01)
 
 
 def test_the_end_shows_a_panel(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

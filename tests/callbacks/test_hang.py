@@ -822,6 +822,35 @@ def test_schedulers_of_epochs_have_the_limit_of_hooks_outside_of_batches(
     assert limits == {"step": [500.0, 100.0, 500.0], "epoch": [500.0]}
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_phase_that_ends_while_it_is_judged_is_no_hang(
+    tmp_path: Path, watched: Callable[[Any], _Watch], moves: bool
+) -> None:
+    """Its limit may be that of the next phase, which is shorter."""
+    suspected: list[bool] = []
+
+    class Steps(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            run: Any = current_run(self.trainer)
+            if batch_idx == 3:
+                watch = watched(run)
+                watch.look(run)
+                watch._moved -= 250.0
+
+                def limit(*_: object) -> float:
+                    if moves:
+                        run.require_times().clock.run("other", "next")
+                    return 100.0
+
+                watch._limit = limit  # type: ignore[method-assign]
+                watch._suspect = lambda *_: suspected.append(True)  # type: ignore[method-assign]
+                watch.look(run)
+            return super().training_step(batch, batch_idx)
+
+    trainer(tmp_path, Timings()).fit(Steps())
+    assert suspected == [True] * (not moves)
+
+
 def test_the_first_batch_is_no_measure_of_others(
     tmp_path: Path, watched: Callable[[Any], _Watch]
 ) -> None:
