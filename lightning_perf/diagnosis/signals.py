@@ -418,20 +418,25 @@ class Signals:
         """Seconds of a category in each batch, warm-up excluded; empty if unknown."""
         return self.phases[max(WARM_UP - self.dropped, 0) :, CATEGORIES.index(name)]
 
-    def positions(self, name: str, most: float = inf) -> NDArray[np.intp]:
-        """The latest batches with time in a category that is used in few; ``most`` so many of them.
+    @cached_property
+    def saves(self) -> float:
+        """How often checkpoints were written; infinite if that is not known."""
+        return float(self.actions[SAVES].calls.sum()) if SAVES in self.actions else inf
 
-        What takes little beside the others is no event.
+    def positions(self, name: str) -> NDArray[np.intp]:
+        """The latest batches with time in a category that is used in few.
+
+        What takes little beside the others is no event: hooks that write no checkpoint.
         """
         values = self.phases[:, CATEGORIES.index(name)]
-        count = int(np.count_nonzero(values))
-        largest = np.argsort(-values)[: count if most >= count else int(most)]
+        most = min(self.saves if name == "checkpoint" else inf, float(np.count_nonzero(values)))
+        largest = np.argsort(-values)[: int(most)]
         level = _WORKS * np.median(values[largest]) if len(largest) else 0.0
         return np.sort(largest[values[largest] > level])
 
-    def set_up(self, name: str, most: float = inf) -> SetUp | None:
+    def set_up(self, name: str) -> SetUp | None:
         """What the first of such batches takes beyond the others; None if it is one of them."""
-        at = self.positions(name, most)
+        at = self.positions(name)
         if self.dropped or len(at) < 2:
             return None
         values = self.phases[at, CATEGORIES.index(name)]

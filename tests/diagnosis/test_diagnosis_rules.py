@@ -630,8 +630,8 @@ def test_a_few_long_stalls_may_not_come_again(
     assert f"2.00 s longer than usual {often}, in {category}" in found.advice
 
 
-def checkpoints(seconds: dict[int, float], saves: int = 0, saver: str = "Saver") -> Impact:
-    """The impact of checkpoints of two files each, written in some batches or after the last."""
+def with_checkpoints(seconds: dict[int, float], saves: int = 0, saver: str = "Saver") -> Signals:
+    """Checkpoints of two files each, written in some batches or after the last."""
     phases = fine_batches(STEPS)
     phases[:, CATEGORIES.index("checkpoint")] = 1e-5  # of hooks that write nothing
     phases[list(seconds), CATEGORIES.index("checkpoint")] += [*seconds.values()]
@@ -644,9 +644,14 @@ def checkpoints(seconds: dict[int, float], saves: int = 0, saver: str = "Saver")
         SAVES: [(0.0, n) for n in number],
     }
     setup = Setup(savers=frozenset({"Saver"}))
-    (impact,) = FIND["checkpoint-bound"](signals_of_batches(phases, named=named, setup=setup))
-    found: Impact = impact
-    return found
+    return signals_of_batches(phases, named=named, setup=setup, steps=fine_batches(STEPS).sum(1))
+
+
+def checkpoints(seconds: dict[int, float], saves: int = 0, saver: str = "Saver") -> Impact:
+    """The impact of such checkpoints."""
+    impact: Impact
+    (impact,) = FIND["checkpoint-bound"](with_checkpoints(seconds, saves, saver))
+    return impact
 
 
 @pytest.mark.parametrize(
@@ -680,9 +685,14 @@ def test_advice_on_checkpoints_is_for_who_writes_them() -> None:
 
 def test_a_slow_first_checkpoint_is_part_of_the_warm_up() -> None:
     """The advice promises what the others take; the first one may create a folder or a pool."""
-    impact = checkpoints({19: 2.0} | dict.fromkeys(range(39, STEPS, 20), 0.1))
-    assert impact.seconds.sum() == pytest.approx(0.6, rel=0.01)
-    assert impact.evidence["seconds_per_checkpoint"] == pytest.approx(0.1, rel=0.02)
+    signals = with_checkpoints({19: 2.0} | dict.fromkeys(range(39, STEPS, 20), 0.1))
+    found = {each.code: each for each in diagnose(signals).verdicts}
+    total = signals.wall.sum()
+    assert found["checkpoint-bound"].share == pytest.approx(0.6 / total, rel=0.02)
+    assert found["checkpoint-bound"].evidence["seconds_per_checkpoint"] == pytest.approx(0.1, 0.02)
+    assert (found["warmup"].phase, found["warmup"].share) == (
+        "checkpoint", pytest.approx(1.9 / total, rel=0.01)
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("saves", "severity"), [(1, "info"), (2, "critical")])

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import PROMISE, Impact, called, without_none
-from lightning_perf.diagnosis.signals import BEFORE, COMPILE, COMPUTE, GC, SAVES, STRATEGY
+from lightning_perf.diagnosis.signals import BEFORE, COMPILE, COMPUTE, GC, STRATEGY
 from lightning_perf.units import counted, duration
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def logger_bound(
     for hooks in _hooks(signals, "methods", named, "logging"):
         slowest, calls, saves = next(iter(hooks.costs)), hooks.calls, None
         # Lightning logs at ends of epochs as well.
-        regular = least * asked <= calls - epochs <= most * asked
+        regular = asked >= 1 and least * asked <= calls - epochs <= most * asked
         if regular and slowest.name.endswith(_AT_INTERVALS):
             share = signals.share(hooks.impact.seconds)
             rarer = max(min(round(share / aim), int(asked / left)), 2) * every
@@ -242,9 +242,8 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     if not writes:
         return
     # With save_last=True or two callbacks several files are written at once.
-    known = [row for row in signals.actions if row == SAVES] or writes
-    saves = float(signals.total(known).calls.sum())
-    seconds = without_set_up(signals.category("checkpoint"), signals.set_up("checkpoint", saves))
+    saves = min(signals.saves, float(signals.total(writes).calls.sum()))
+    seconds = without_set_up(signals.category("checkpoint"), signals.set_up("checkpoint"))
     per_checkpoint = float(seconds.sum() / saves)
     interval, often = _interval(signals, saves)
     times = max(min(signals.share(seconds) / aim, saves / left), 2)
@@ -280,7 +279,7 @@ def _interval(signals: Signals, saves: float) -> tuple[float, str]:
     total, mean = counted(signals.batches, "batch"), signals.batches / saves
     if saves == 1:
         return mean, f"once in {total}"
-    at, end = signals.positions("checkpoint", saves), len(signals.phases)
+    at, end = signals.positions("checkpoint"), len(signals.phases)
     if not signals.dropped and len(at) == saves - 1:
         at = np.append(at, end - 1)  # the last one follows the last batch
     gaps = np.diff(at)

@@ -55,11 +55,11 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
     if first is None or not np.isfinite(signals.steps).any():
         raise Unknown("the first batch or the others were not timed")
     least = max(share * wall, seconds)
-    for name, each in (("validation", "validation"), ("checkpoint", "checkpoint")):
+    for name in ("validation", "checkpoint"):
         found = signals.set_up(name)
         if found is not None and found.extra.sum() >= least:
             advice = (
-                f"The first {each} takes {duration(found.first)}, the others "
+                f"The first {name} takes {duration(found.first)}, the others "
                 f"{duration(found.usual)}. {_FADES}"
             )
             yield Impact(
