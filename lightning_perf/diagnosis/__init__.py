@@ -97,7 +97,8 @@ class Findings:
     """What is wrong, and what is not known."""
 
     #: The most costly first, those of ``info`` last. Without a warning the first one is
-    #: ``healthy``, unless a cause takes twice its threshold or next to nothing, which is uncertain.
+    #: ``healthy``, unless a cause takes twice its threshold or next to nothing, which is uncertain,
+    #: or the training hung.
     #: Empty if nothing is known.
     verdicts: Sequence[Verdict] = ()
     #: Why rules gave no answer, by their codes.
@@ -167,7 +168,8 @@ def diagnose(signals: Signals, rules: Sequence[Rule] | None = None) -> Findings:
         except Exception as error:
             abstained[rule.code] = f"the rule failed ({describe(error)})"
     verdicts.sort(key=lambda verdict: (verdict.severity == "info", -verdict.share))
-    if (not verdicts or verdicts[0].severity == "info") and not any(map(_uncertain, verdicts)):
+    warned = bool(verdicts) and verdicts[0].severity != "info"
+    if not (warned or signals.hung or any(map(_uncertain, verdicts))):
         verdicts.insert(0, _healthy(signals, found=bool(verdicts)))
     return Findings(verdicts, abstained)
 

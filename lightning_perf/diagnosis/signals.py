@@ -211,6 +211,8 @@ class Signals:
     #: Model FLOPs utilization; None if unknown.
     mfu: float | None = None
     setup: Setup = Setup()
+    #: Whether the training hung, which has a report of its own.
+    hung: bool = False
     #: Seconds of each of ``CATEGORIES`` in the same batches as ``steps``; no rows if unknown.
     phases: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, len(CATEGORIES))))
 

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from lightning_perf.run.windows import Subscriber
     from lightning_perf.schedule import Schedule
 
+#: The part of the time that only this rank knows from which on its own time is analysed.
+_MISSING = 0.1
 #: Maximum steps whose times are kept.
 _MOST_STEPS = 20_000
 #: torch's name for the time of one compilation.
@@ -233,10 +235,20 @@ class Collector:
         steps = np.array(self._steps).reshape(-1, len(Step._fields))
         times, flops, begins_epoch = steps.T
         return Signals(
-            self._log.windows(), times, flops, np.flatnonzero(begins_epoch),
+            self._windows(), times, flops, np.flatnonzero(begins_epoch),
             self._count - len(steps), self._first, context.training_mfu(),
-            setup, self._phases_of(len(steps)),
+            setup, any(getattr(each, "hangs", ()) for each in context.members),
+            self._phases_of(len(steps)),
         )  # fmt: skip
+
+    def _windows(self) -> Sequence[Window]:
+        """The windows of all ranks, or of this one if the others' last part is missing."""
+        end = self._context.windows.interrupted.get("train")
+        if end is None:
+            return self._log.windows()
+        own = self._log.windows_of(end.rank, end)
+        seconds = [sum(each.own(f"timings/{name}") for name in CATEGORIES) for each in own]
+        return own if seconds[-1] > _MISSING * sum(seconds) else self._log.windows()
 
     def close(self, reason: str) -> dict[str, object]:
         """Stop collecting, and analyse the whole training, on rank 0.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, isfinite
 from operator import sub
@@ -127,6 +127,13 @@ class WindowLog:
         kept = [report for report in reports if report.stamp.batch < self.last.stamp.batch]
         ends = [start, *kept, *([self.last] if self.last is not start else ())]
         return [late.window(early, self.columns) for early, late in pairwise(ends)]
+
+    def windows_of(self, rank: int, end: Report) -> list[Window]:
+        """The windows of one rank up to a report of its own, without its waits for others."""
+        columns = {name: at for name, at in self.columns.items() if not name.startswith("waits/")}
+        start, *reports = self.reports
+        own = [replace(each, rows=[[*each.rows[rank]]]) for each in reports]
+        return [late.window(early, columns) for early, late in pairwise([start, *own, end])]
 
     def table(self, costs: Totals) -> list[Share]:
         """Callbacks, loggers and checkpoints by cost, from the start to these totals."""

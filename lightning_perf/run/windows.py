@@ -124,6 +124,8 @@ class Windows:
         self._subscriptions: list[_Subscription] = []
         #: Reports before this batch need no check, except where Lightning logs.
         self.quiet_until: float = 0
+        #: By stage, of several ranks: this rank's totals when an exception ended the run.
+        self.interrupted: dict[str, Report] = {}
         #: By stage: the log of reports of most columns.
         self.logs: dict[str, WindowLog] = {}
 
@@ -249,13 +251,20 @@ class Windows:
             report.costs = replace(report.costs, further=further)
 
     def interrupt(self) -> None:
-        """An exception ends the run: the only rank adds what it measured to the logs of windows."""
+        """An exception ends the run: the only rank adds what it measured to the logs of windows.
+
+        Of several ranks, each knows its own part.
+        """
         for stage, log in self.logs.items():
-            if self._alone and not log.last.at_end:
-                report = self._report(stage, True)
-                self._add_costs(report, self._subscriptions)
-                for each in (log, *(each.logs[stage] for each in self._subscriptions)):
-                    each.add(report)
+            if log.last.at_end:
+                continue
+            report = self._report(stage, True)
+            self._add_costs(report, self._subscriptions)
+            if not self._alone:
+                self.interrupted[stage] = report
+                continue
+            for each in (log, *(each.logs[stage] for each in self._subscriptions)):
+                each.add(report)
 
     def _report(self, stage: str, at_end: bool, due: Iterable[_Subscription] = ()) -> Report:
         """The totals of this rank."""

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.clocks import FakeClock
-from helpers.small import RANKS, Records, Small, ours, trainer
+from helpers.small import RANKS, Records, Small, launch, ours, trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import CombinedLoader
@@ -1010,6 +1010,44 @@ def test_an_interrupted_run_is_diagnosed_up_to_its_end(tmp_path: Path, every: in
     assert len(list(tmp_path.rglob("report.html"))) == 1
     train = read_summary(next(tmp_path.rglob("summary.json")))["stages"]["train"]
     assert sum(train["windows"]["batches"]) == train["whole_run"]["batches"] == 75
+
+
+INTERRUPTED = """
+import sys, time
+from pathlib import Path
+import lightning as L
+from helpers.small import Small, trainer
+from lightning_perf import Diagnosis
+
+class Breaks(Small):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 59:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
+
+class Plots(L.Callback):
+    def on_train_batch_end(self, *_):
+        time.sleep(0.02)
+
+data = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+steps = {"log_every_n_steps": 1000, "max_epochs": 20}
+try:
+    trainer(Path(sys.argv[0]).parent, Diagnosis(), Plots(), **data, **steps).fit(Breaks())
+except SystemExit:  # by Lightning, after the interruption of all ranks
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_of_two_ranks_is_diagnosed_by_one(tmp_path: Path) -> None:
+    """What the other rank took since the last report is not known; rank 0 knows its own part."""
+    script = tmp_path / "train.py"
+    script.write_text(INTERRUPTED)
+    launch(script)
+    summary = read_summary(next(tmp_path.rglob("summary.json")))
+    found = {each["code"]: each for each in summary["verdicts"]}
+    assert found["callback-bound"]["culprit"] == "Plots.on_train_batch_end"
+    assert found["callback-bound"]["share"] > 0.4
 
 
 def test_what_follows_the_last_batch_is_in_the_windows(tmp_path: Path) -> None:

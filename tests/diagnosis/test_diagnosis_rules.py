@@ -863,6 +863,12 @@ TRAPS = {
 }  # fmt: skip
 
 
+def test_a_run_that_hung_is_not_healthy() -> None:
+    """The time of the hang may be in no batch; the report of the hang says where it was."""
+    assert [each.code for each in diagnose(signals_of(FINE)).verdicts] == ["healthy"]
+    assert not diagnose(signals_of(FINE, hung=True)).verdicts
+
+
 @pytest.mark.parametrize("trap", TRAPS)
 def test_a_healthy_run_has_no_warning(trap: str) -> None:
     """Traps that only look like a problem give no warning."""
