@@ -242,8 +242,8 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     if not writes:
         return
     # With save_last=True or two callbacks several files are written at once.
-    saves = min(signals.saves, float(signals.total(writes).calls.sum()))
-    seconds = without_set_up(signals.category("checkpoint"), signals.set_up("checkpoint"))
+    saves = max(min(signals.saves, float(signals.total(writes).calls.sum())), 1.0)
+    seconds = _without_set_up(signals.category("checkpoint"), signals.set_up("checkpoint"))
     per_checkpoint = float(seconds.sum() / saves)
     interval, often = _interval(signals, saves)
     times = max(min(signals.share(seconds) / aim, saves / left), 2)
@@ -290,7 +290,7 @@ def _interval(signals: Signals, saves: float) -> tuple[float, str]:
     return usual, f"every {counted(round(usual), 'batch')}"
 
 
-def without_set_up(seconds: Numbers, first: SetUp | None) -> Numbers:
+def _without_set_up(seconds: Numbers, first: SetUp | None) -> Numbers:
     """Seconds of events without what the first of them sets up, which is part of the warm-up."""
     return seconds if first is None else np.maximum(seconds - first.extra, 0.0)
 
@@ -299,7 +299,7 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     """Validation takes long; the culprit is its largest part."""
     if not signals.spent["validation"].any():
         return
-    seconds = without_set_up(signals.shared("validation"), signals.set_up("validation"))
+    seconds = _without_set_up(signals.shared("validation"), signals.set_up("validation"))
     within = {"validation": seconds}
     # Checkpoints that are written meanwhile are apart.
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]

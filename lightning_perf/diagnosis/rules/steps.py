@@ -63,14 +63,9 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
                 f"{duration(found.usual)}. {_FADES}"
             )
             yield Impact(
-                found.extra,
-                1.0,
-                phase=name,
-                advice=advice,
-                whole_run=True,
-                highest="warning",
+                found.extra, 1.0, phase=name, advice=advice, whole_run=True, highest="warning",
                 inferred=True,
-            )
+            )  # fmt: skip
     if not signals.start:
         return
     # Without what comes again: usual batches, hooks that run in each epoch, and its start.
