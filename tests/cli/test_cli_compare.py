@@ -34,7 +34,8 @@ def leave(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def train(name: str, plots: float = 0.0, **options: Any) -> str:
         model = Planned(monkeypatch, batch_size=1)
-        callbacks = [Timings(), Plots(model.clock, plots)] if plots else [Timings()]
+        # Before ours: the hooks of each batch are in its window.
+        callbacks = [Plots(model.clock, plots), Timings()] if plots else [Timings()]
         trainer(tmp_path / name, *callbacks, **({"log_every_n_steps": 8} | options)).fit(model)
         return str(tmp_path / name)
 

@@ -25,6 +25,14 @@ class Stopped(Timings):
             self.began = self.began or (before, clock.perf_counter())
 
         context.windows.enter = timed
+        interrupt = context.windows.interrupt
+
+        def interrupted() -> None:
+            before = clock.perf_counter()
+            interrupt()
+            self.ended = before, clock.perf_counter()
+
+        context.windows.interrupt = interrupted
 
     def window_due(self, context: Any, at_end: bool) -> bool:
         self._before = clock.perf_counter()
