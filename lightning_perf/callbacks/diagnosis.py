@@ -160,9 +160,7 @@ class Diagnosis(WindowCallback):
         if context.stage == "train" and batch <= self._warm:
             self.trigger.quiet_until = self._warm
             return batch == self._warm  # the warm-up has a window of its own
-        if not due:
-            return False
-        if batch < self._next:
+        if not due or batch < self._next:
             return False
         self._next = batch + _FEWEST_BATCHES
         return True

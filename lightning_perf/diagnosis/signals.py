@@ -57,7 +57,7 @@ NAMED = ("callbacks", "logging", "checkpoint")
 RECORDING = Action("recorder", "", "recording")
 #: The squares of the seconds of collections, as seconds.
 SQUARES = Action("gc squares", "", "squares")
-#: Batches after which checkpoints were written, as calls: several at once count once.
+#: The number of batches after which checkpoints were written, as calls; files are not counted.
 SAVES = Action("checkpoints", "", "saves")
 #: Stages of costs that are part of others.
 _APART = (GC, COMPILE, QUEUE, RECORDING.stage, SQUARES.stage, SAVES.stage)
@@ -408,10 +408,10 @@ class Signals:
         return float(self.steady(seconds).sum() / max(self.steady(self.counts).sum(), 1.0))
 
     def usual(self, name: str, seconds: Numbers) -> float:
-        """What some seconds of a category are in the warm-up at most, if they recur.
+        """The maximum of seconds in the warm-up that may come again, of a category.
 
-        As many per batch as later, or those of the later batch with the most in the category: it
-        may be work of every 100th batch.
+        These are as many per batch as later, or as many as the longest later batch has: work of
+        every 100th batch may be in the first one, too.
         """
         most = self.by_batch(name) if name in CATEGORIES else self.nothing[:0]
         return max(float(self.counts[0]) * self.per_batch(seconds), float(np.max(most, initial=0)))
@@ -421,14 +421,19 @@ class Signals:
         return self.phases[max(WARM_UP - self.dropped, 0) :, CATEGORIES.index(name)]
 
     @cached_property
+    def long(self) -> dict[str, stats.Stalls]:
+        """The batches after the warm-up in which a category takes far longer than in others."""
+        return {name: stats.stalls(self.by_batch(name)) for name in IN_BATCHES}
+
+    @cached_property
     def saves(self) -> float:
         """How often checkpoints were written; infinite if that is not known."""
         return float(self.actions[SAVES].calls.sum()) if SAVES in self.actions else inf
 
     def positions(self, name: str) -> NDArray[np.intp]:
-        """The latest batches with time in a category that is used in few.
+        """The batches in which a category has events, such as checkpoints or validations.
 
-        What takes little beside the others is no event: hooks that write no checkpoint.
+        Hooks that write no checkpoint take little time beside those that do, and do not count.
         """
         values = self.phases[:, CATEGORIES.index(name)]
         most = min(self.saves if name == "checkpoint" else inf, float(np.count_nonzero(values)))
@@ -437,9 +442,8 @@ class Signals:
         return np.sort(largest[values[largest] > level])
 
     def set_up(self, name: str) -> SetUp | None:
-        """What the first of such batches takes beyond the others; None if it is one of them."""
-        at = self.positions(name)
-        if self.dropped or len(at) < 2:
+        """What the first of these events takes beyond later ones; None if it is like them."""
+        if self.dropped or len(at := self.positions(name)) < 2:
             return None
         values = self.phases[at, CATEGORIES.index(name)]
         first, usual = float(values[0]), float(np.median(values[1:]))

@@ -179,10 +179,10 @@ class Collector:
             if cost.calls
         }
         recordings = {RECORDING: Cost(0.0, self._recordings)}
-        collections, saves = self._clock.collections, self._clock.saves
+        collections = self._clock.collections
         squares = {SQUARES: Cost(self._clock.squares, 0)}
-        written = {SAVES: Cost(0.0, len(saves))}
-        return {**compilations, **run_queue(), **recordings, **collections, **squares, **written}
+        saves = {SAVES: Cost(0.0, self._clock.saves)}
+        return {**compilations, **run_queue(), **recordings, **collections, **squares, **saves}
 
     def add_compilations(self, category: str) -> None:
         """Add the compilations since the last call."""

@@ -244,6 +244,7 @@ class Windows:
         self.gatherer.gather((number, when), report.rows[0], deliver)
 
     def _add_costs(self, report: Report, due: Iterable[_Subscription]) -> None:
+        """Add the further costs that callbacks know to a report."""
         further: dict[Action, Cost] = {}
         for each in due:
             further |= each.callback.call(each.callback.costs) or {}
@@ -251,9 +252,10 @@ class Windows:
             report.costs = replace(report.costs, further=further)
 
     def interrupt(self) -> None:
-        """An exception ends the run: the only rank adds what it measured to the logs of windows.
+        """End the windows that are open when an exception ends the run.
 
-        Of several ranks, each knows its own part.
+        The only rank adds them to the logs. With several ranks, each keeps its own totals, since
+        those of the others do not arrive.
         """
         for stage, log in self.logs.items():
             if log.last.at_end:

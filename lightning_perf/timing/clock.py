@@ -130,7 +130,8 @@ class SaveSpan(Span):
         clock = self._clock
         if get_ident() == clock.thread:
             clock.add_up()
-            clock.saves.add(clock.ended)
+            clock.saves += clock.ended != clock.saved
+            clock.saved = clock.ended
             hook = clock.innermost.action.name
             origin = hook if "." in hook else "Trainer.save_checkpoint"
             self.timer = clock.timer(self.what[0], f"checkpoint writing ({origin})")
@@ -171,8 +172,9 @@ class Clock:
         #: Seconds of each of ``CATEGORIES`` in each training batch since the last reading: one row
         #: per batch, those of some batches per table. Not kept if it is None.
         self.by_batch: deque[NDArray[np.float64]] | None = None
-        #: Training batches that have ended, and at which numbers of them checkpoints were written.
-        self.ended, self.saves = 0, set[int]()
+        #: Training batches that have ended, how many were the last one before a checkpoint, and the
+        #: number of the latest of these.
+        self.ended, self.saves, self.saved = 0, 0, -1
         # Seconds of each category in the batch that has not ended.
         self._unfinished = np.zeros(len(CATEGORIES))
         #: All spans, and the one around each training batch, if there is one.

@@ -105,11 +105,11 @@ def in_folder(root: Path, since: float, unreadable: list[SummaryError]) -> list[
     originals = {(each["run"], _job(each)) for folder, each in known if folder not in copies}
     for path, summary in summaries:
         has_attempts = _key(path, summary) in attempts or (path.parent / ATTEMPTS).exists()
-        name = summary["run"], _job(summary)
-        if name in runs and not has_attempts:
+        run = summary["run"], _job(summary)
+        if run in runs and not has_attempts:
             continue  # a copy of the summary alone, such as an artifact of MLflow
-        if name in originals and path.parent in copies:
-            continue
+        if run in originals and path.parent in copies:
+            continue  # a copy of the folder
         with suppress(OSError):  # it was deleted meanwhile
             if (seen := path.stat().st_mtime) >= since:
                 found.append(_of_summary(path.parent, summary, seen, attempts))
@@ -126,7 +126,7 @@ def _key(path: Path, summary: Summary) -> tuple[Path, str]:
 
 
 def _attempts_of(folders: Iterable[Path]) -> tuple[_Jobs, set[Path]]:
-    """The attempts of each run's jobs, and those of other runs in these; and copies of folders.
+    """The attempts of each run's jobs, with those of other runs in these; and copied folders.
 
     The file of one that resumed is in the folder of its job's first attempt. Copies of folders have
     copies of attempts, which count once. Trainings that start together in containers may give one

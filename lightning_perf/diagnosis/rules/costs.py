@@ -89,11 +89,11 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         within = signals.lost(signals.within(rows))
         seconds = sum(within.values(), signals.nothing)
         calls = max(float(signals.steady(signals.actions[slowest].calls).sum()), 1.0)
-        culprit = slowest.name
+        culprit, values = slowest.name, _by_batch(signals, rows)
+        times = _Times(values, stats.stalls(values))
         if len(rows) == 1:
-            at_times = _works_at(signals, slowest)
             per_call = float(signals.steady(seconds).sum()) / calls
-            per_call, often, worked = at_times or (per_call, "per call", calls)
+            per_call, often, worked = times.described() or (per_call, "per call", calls)
             takes = f"{called(culprit)} takes {duration(per_call)} {often}"
             evidence: dict[str, float | str] = {"calls": worked, "seconds_per_call": per_call}
         else:
@@ -105,24 +105,25 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         events = calls if calls < 0.5 * signals.steady(signals.counts).sum() else None
         impact = Impact(
             seconds, events, culprit, slowest.category, evidence=evidence, within=within,
-            number=_number(signals, rows, seconds, events),
+            number=times.number(signals, seconds, events),
         )  # fmt: skip
         yield _Hooks(owner, {row: costs[row] for row in rows}, calls, takes, impact)
 
 
 def _by_batch(signals: Signals, rows: Sequence[Action]) -> Numbers:
-    """Seconds of some methods in each batch after the warm-up; empty if they are not known.
+    """Seconds of some methods in each batch after the warm-up; empty if that is not known.
 
-    They are those of their category if it has little else, or the long ones there, if these are in
-    the windows in which the methods take long.
+    Only categories are measured by batch. The methods have all seconds of their category if it has
+    little else, or those of its long batches if these are in the windows where the methods are.
     """
-    values, rest = signals.by_batch(rows[0].category), signals.rows(rows[0].category)
+    category, rest = rows[0].category, signals.rows(rows[0].category)
+    values = signals.by_batch(category)
     own, others = (
         signals.steady(signals.total(each).seconds)
         for each in (rows, [row for row in rest if row not in rows])
     )
     if others.sum() > (1 - _AT_TIMES) * own.sum():
-        found = stats.stalls(values)
+        found = signals.long[category]
         at = signals.windows_of(found.positions + len(signals.phases) - len(values))
         long = signals.steady(np.bincount(at, found.excess, len(signals.windows)).astype(float))
         alike = [np.abs(each - long).sum() <= _ALIKE * each.sum() for each in (own, others)]
@@ -134,45 +135,43 @@ def _by_batch(signals: Signals, rows: Sequence[Action]) -> Numbers:
     return values if known and all(row in rest for row in rows) else values[:0]
 
 
-def _number(
-    signals: Signals, rows: Sequence[Action], seconds: Numbers, calls: float | None
-) -> float | None:
-    """The number of events of equal cost in which methods take some seconds, if it may vary.
+class _Times(NamedTuple):
+    """When some methods take their time, as far as it is known by batch."""
 
-    ``calls`` are those of the most costly one, if there are few.
-    """
-    values = _by_batch(signals, rows)
-    if len(values):
-        return inf if _period(values) is not None else stats.equal(values)
-    if calls is None:
-        return None
-    if calls == signals.restarts.calls.sum() > 1:
-        return inf  # in each epoch
-    return min(stats.equal(signals.steady(seconds)), calls)
+    #: Seconds in each batch; empty if they are not known.
+    values: Numbers
+    #: The batches in which they take long.
+    long: stats.Stalls
 
+    @property
+    def period(self) -> float | None:
+        """The number of batches between long ones, if these are in most of the run."""
+        period = self.long.period
+        known = period is not None and period * len(self.long.positions) >= len(self.values) / 2
+        return period if known else None
 
-def _period(values: Numbers) -> float | None:
-    """The number of batches between those that take long, if they are in most of a run."""
-    found = stats.stalls(values)
-    if found.period is None or found.period * len(found.positions) < len(values) / 2:
-        return None
-    return found.period
+    def number(self, signals: Signals, seconds: Numbers, calls: float | None) -> float | None:
+        """The number of events of equal cost, if it may vary, given seconds in each window.
 
+        ``calls`` are those of the most costly method, if there are few.
+        """
+        if len(self.values):
+            return inf if self.period is not None else stats.equal(self.values)
+        if calls is None:
+            return None
+        if calls == signals.restarts.calls.sum() > 1:
+            return inf  # in each epoch
+        return min(stats.equal(signals.steady(seconds)), calls)
 
-def _works_at(signals: Signals, row: Action) -> tuple[float, str, float] | None:
-    """How long a method takes at a time, how often, and how many times, if it works in few batches.
-
-    None if that is not known.
-    """
-    values = _by_batch(signals, [row])
-    found, period = stats.stalls(values), _period(values)
-    count = len(found.positions)
-    if not count or found.excess.sum() <= _AT_TIMES * values.sum():
-        return None
-    often = f"in {count} of {counted(len(values), 'batch')}"
-    if period is not None:
-        often = f"every {period:.0f} batches"
-    return float(found.excess.sum() / count), often, float(count)
+    def described(self) -> tuple[float, str, float] | None:
+        """Seconds at a time, how often, and how many times; None without few long batches."""
+        count, excess = len(self.long.positions), float(self.long.excess.sum())
+        if not count or excess <= _AT_TIMES * self.values.sum():
+            return None
+        often = f"in {count} of {counted(len(self.values), 'batch')}"
+        if self.period is not None:
+            often = f"every {self.period:.0f} batches"
+        return excess / count, often, float(count)
 
 
 def callback_bound(signals: Signals, named: float) -> Iterable[Impact]:

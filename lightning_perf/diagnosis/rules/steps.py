@@ -46,26 +46,16 @@ _BLOCKS, _FEWEST, _STRETCH, _RECUR, _MOSTLY = 200, 2, 12, 3, 0.7
 
 
 def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iterable[Impact]:
-    """The first batches, with what callbacks do before them, take ``ratio`` times the median.
+    """The first batches, with what runs before them, take long; so does a first event.
 
-    And more than this by a share of the run, and by some seconds. The same of the first validation
-    and the first checkpoint, beyond the others.
+    They take more than usual batches by ``ratio - 1`` times the median, by a share of the run, and
+    by some seconds. Events are validations and checkpoints.
     """
     first, wall = signals.first_step, float(signals.wall.sum())
     if first is None or not np.isfinite(signals.steps).any():
         raise Unknown("the first batch or the others were not timed")
     least = max(share * wall, seconds)
-    for name in ("validation", "checkpoint"):
-        found = signals.set_up(name)
-        if found is not None and found.extra.sum() >= least:
-            advice = (
-                f"The first {name} takes {duration(found.first)}, the others "
-                f"{duration(found.usual)}. {_FADES}"
-            )
-            yield Impact(
-                found.extra, 1.0, phase=name, advice=advice, whole_run=True, highest="warning",
-                inferred=True,
-            )  # fmt: skip
+    yield from _first_events(signals, least)
     if not signals.start:
         return
     # Without what comes again: usual batches, hooks that run in each epoch, and its start.
@@ -111,6 +101,21 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
         evidence, advice, whole_run=True, on_host=False, inferred=True, highest="warning",
         within={},
     )  # fmt: skip
+
+
+def _first_events(signals: Signals, least: float) -> Iterable[Impact]:
+    """What the first validation and the first checkpoint take beyond later ones."""
+    for name in ("validation", "checkpoint"):
+        found = signals.set_up(name)
+        if found is not None and found.extra.sum() >= least:
+            advice = (
+                f"The first {name} takes {duration(found.first)}, the others "
+                f"{duration(found.usual)}. {_FADES}"
+            )
+            yield Impact(
+                found.extra, 1.0, phase=name, advice=advice, whole_run=True, highest="warning",
+                inferred=True,
+            )  # fmt: skip
 
 
 def _first_call(hook: Series) -> tuple[float, float]:
