@@ -907,7 +907,8 @@ def test_starts_of_epochs_of_unknown_length_are_no_stalls() -> None:
         (
             {"loader": Loader(2, sampler="Order")},
             "2 new workers or the first indices of sampler Order: set persistent_workers=True in "
-            "the DataLoader, or make the sampler start faster.",
+            "the DataLoader, or make the sampler start faster, for 53.0 ms per batch instead of "
+            "68.2 ms at best.",
         ),
         ({"loader": Loader(2), "reloads": True}, "reload_dataloaders_every_n_epochs"),
         ({"loader": Loader(0)}, "Use longer epochs."),
@@ -915,7 +916,10 @@ def test_starts_of_epochs_of_unknown_length_are_no_stalls() -> None:
     ],
 )
 def test_advice_on_starts_of_epochs_knows_the_loader(options: Any, advice: str) -> None:
-    """Workers of a loader that each epoch replaces cannot persist, nor may copies of the module."""
+    """Workers of a loader that each epoch replaces cannot persist, nor may copies of the module.
+
+    Persistent workers start once: one of the three starts stays.
+    """
     signals = replace(PLANTED["epoch-restart"][0], setup=Setup(**options))
     (found,) = [each for each in diagnose(signals).verdicts if each.code == "epoch-restart"]
     assert advice in found.advice

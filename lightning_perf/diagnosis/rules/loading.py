@@ -366,7 +366,7 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
         return
     loader = signals.setup.loader
     per_epoch = float(seconds.sum() / epochs.sum())
-    advice = f"An epoch begins with {duration(per_epoch)} of waiting"
+    advice, saves = f"An epoch begins with {duration(per_epoch)} of waiting", None
     workers = 0 if loader is None else loader.num_workers
     slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
                   key=signals.seconds)  # fmt: skip
@@ -381,13 +381,14 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
         first = f" or the first indices of {SAMPLER}{loader.sampler}" if loader.sampler else ""
         keep = "set persistent_workers=True in the DataLoader"
         keep += ", or make the sampler start faster" if first else ""
-        advice += f" for {counted(workers, 'new worker')}{first}: {keep}."
+        advice += f" for {counted(workers, 'new worker')}{first}: {keep}, for {PROMISE} at best."
+        saves = 1 - 1 / float(epochs.sum())  # the first epoch starts them in any case
     else:
         advice += ". Use longer epochs."
     if workers:
         advice += f" {_without_workers(signals)}."
     yield Impact(
         seconds, float(epochs.sum()), slowest.name, "dataloader_next", advice=advice,
-        whole_run=True,
+        saves=saves, whole_run=True,
         evidence={"epochs": float(epochs.sum()), "seconds_per_epoch": per_epoch},
     )  # fmt: skip
