@@ -221,10 +221,10 @@ class AttemptLog:
             return
         held, kept = self._of_run(own, found)
         content = {
-            "attempt": own.name, "seen": own.seen, "held_seconds": held, "kept_seconds": kept,
+            "job": own.job, "seen": own.seen, "held_seconds": held, "kept_seconds": kept,
             "goodput": found["share"], "process": this_process(),
         }  # fmt: skip
-        run.reporting.note_attempts(content, [each.name for each in (*self._earlier, own)])
+        run.reporting.note_attempts(content)
 
     def _saving_seconds(self, run: Trained) -> tuple[float, float]:
         """Seconds of checkpoints in training and in validation, while something measures them."""

@@ -193,10 +193,10 @@ class Reporting:
                     warn(f"{name} did not accept metrics ({describe(error)}). Training continues.")
         self.logger_seconds += time.perf_counter() - began
 
-    def note_attempts(self, content: Mapping[str, Any], known: Sequence[str]) -> None:
+    def note_attempts(self, content: Mapping[str, Any]) -> None:
         """Note in MLflow what the attempts of the run took, for ``lightning-perf runs``."""
         for target in self._mlflow:
-            target.note(content, known)
+            target.note(content)
 
     def describe(self, setup: Mapping[str, object]) -> None:
         """Log to MLflow, as JSON in one param, what the run runs on and its callbacks' settings."""

@@ -36,7 +36,7 @@ from lightning_perf.tracking.summary import (
 from lightning_perf.tracking.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mlflow import MlflowClient
 
@@ -172,7 +172,9 @@ class MlflowRun(Tracker):
         self.upload(path, remote)
         if remote.endswith(FILE_NAME):
             with suppress(SummaryError):  # another file of this name
-                self._end(read_summary(path))
+                summary = read_summary(path)
+                self._end(summary)
+                self._note_job(summary)
 
     def _end(self, summary: Summary) -> None:
         status, client = _ENDS.get(summary["status"]), self.client()
@@ -180,6 +182,23 @@ class MlflowRun(Tracker):
             ended = int(datetime.fromisoformat(summary["ended"]).timestamp() * 1000)
             with redirect_stdout(io.StringIO()):  # MLflow prints the address with its password
                 client.set_terminated(self.run_id, status, ended)
+
+    def _note_job(self, summary: Summary) -> None:
+        """Set the tag of the run's time from a summary, unless the tag is later."""
+        there = job_of(self.tags())
+        with suppress(*DAMAGE):  # no training, or a file of others
+            found = summary["goodput"]
+            last = summary.get("ended") or summary["updated"]
+            note = {
+                "job": found["job"], "seen": datetime.fromisoformat(last).timestamp(),
+                "held_seconds": found.get("run_held_seconds", found["held_seconds"]),
+                "kept_seconds": found.get("run_kept_seconds", found["kept_seconds"]),
+                "goodput": found["share"], "process": summary["process"],
+            }  # fmt: skip
+            text = _job_text(note, _before(there, note))
+            if there.get("seen", 0.0) >= note["seen"]:
+                return
+        self.client().set_tag(self.run_id, _JOB_TAG, text)
 
 
 def job_of(tags: Mapping[str, str]) -> dict[str, Any]:
@@ -190,6 +209,25 @@ def job_of(tags: Mapping[str, str]) -> dict[str, Any]:
         if all(type(each) in (int, float) and 0 <= each <= _MOST for each in numbers):
             return found | {"process": dict(found["process"])}
     return {}
+
+
+def _before(there: Mapping[str, Any], note: Mapping[str, Any]) -> Sequence[float]:
+    """Seconds of a run, and those that were kept, of jobs before that of a note.
+
+    Another machine that does not see the files of this one begins a job of its own.
+    """
+    if there and there.get("job") != note["job"]:
+        return there["held_seconds"], there["kept_seconds"]
+    found: Sequence[float] = there.get("before", (0.0, 0.0))
+    return found
+
+
+def _job_text(note: Mapping[str, Any], before: Sequence[float]) -> str:
+    held, kept = before
+    sums = {
+        "held_seconds": held + note["held_seconds"], "kept_seconds": kept + note["kept_seconds"],
+    }  # fmt: skip
+    return json.dumps({**note, **sums, "before": before})
 
 
 @cache
@@ -310,11 +348,10 @@ class MlflowMetrics:
         self._lost = 0
         self._queued = False
         # What `note` got and was not sent; when it is sent without metrics; and the seconds of
-        # processes of this run that are not in it, once they are known.
+        # other jobs of this run, once they are known.
         self._note: dict[str, Any] = {}
-        self._known: frozenset[str] = frozenset()
         self._note_due = 0.0
-        self._before: list[float] | None = None
+        self._before: Sequence[float] | None = None
         # Keys that the server does not take.
         self._refused: set[str] = set()
         self._digest = WarningDigest()
@@ -330,16 +367,13 @@ class MlflowMetrics:
                 self._waiting.append((clean_key(prefix + key), value, now, step))
         self._enqueue()
 
-    def note(self, content: Mapping[str, Any], known: Iterable[str]) -> None:
+    def note(self, content: Mapping[str, Any]) -> None:
         """Set the tag of this run's time with the next metrics, or within half a minute.
 
-        Args:
-            content: Of this attempt and those that are known: numbers by `_NUMBERS`, `process` and
-                the name as ``attempt``.
-            known: The names of earlier attempts that ``content`` contains. If the last one that has
-                set the tag is another one, such as one of another machine, its seconds are added.
+        ``content`` has the numbers of `_NUMBERS`, up to the latest attempt of a ``job``, and its
+        ``process``.
         """
-        self._note, self._known = dict(content), frozenset(known)
+        self._note = dict(content)
         if time.monotonic() >= self._note_due:
             self._enqueue()
 
@@ -418,17 +452,8 @@ class MlflowMetrics:
 
     def _job_text(self, note: Mapping[str, Any]) -> str:
         if self._before is None:
-            there = job_of(self._run.tags())
-            if there and there.get("attempt") not in (note["attempt"], *self._known):
-                self._before = [there["held_seconds"], there["kept_seconds"]]
-            else:
-                self._before = there.get("before", [0.0, 0.0])
-        held, kept = self._before
-        sums = {
-            "held_seconds": held + note["held_seconds"],
-            "kept_seconds": kept + note["kept_seconds"],
-        }
-        return json.dumps({**note, **sums, "before": self._before})
+            self._before = _before(job_of(self._run.tags()), note)
+        return _job_text(note, self._before)
 
     def _send_params(self, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param

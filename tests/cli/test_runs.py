@@ -155,7 +155,7 @@ def test_runs_are_ranked_by_wasted_device_hours(
 def noted(held: float, kept: float, ago: float = 0.0, **process: Any) -> dict[str, Any]:
     """The tag of attempts that took so many hours on each device, and kept some of them."""
     return {
-        "attempt": "x", "process": process, "seen": time.time() - ago * 3600,
+        "job": "x", "process": process, "seen": time.time() - ago * 3600,
         "held_seconds": held * 3600, "kept_seconds": kept * 3600, "goodput": kept / 100,
     }  # fmt: skip
 

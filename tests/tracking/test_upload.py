@@ -28,7 +28,7 @@ from mlflow import MlflowClient
 from lightning_perf import PyTorch, always_on
 from lightning_perf.errors import PerfWarning
 from lightning_perf.traces.uploads import PendingUpload, Target, append_pending, taken_pending
-from lightning_perf.tracking.mlflow import MlflowRun
+from lightning_perf.tracking.mlflow import MlflowRun, job_of
 
 
 @pytest.fixture(scope="module")
@@ -250,6 +250,39 @@ def test_a_late_summary_ends_a_running_run(
     assert run.info.status == after
     assert (run.info.end_time == 1795431600000) == (after != before)
     assert "mlflow.note.content" in run.data.tags
+
+
+@pytest.mark.parametrize(
+    ("tag", "held"),
+    [
+        (None, 60.0),
+        ({"job": "own", "seen": 50.0, "held_seconds": 9.0}, 60.0),
+        ({"job": "own", "seen": 50.0, "held_seconds": 9.0, "before": [5.0, 1.0]}, 65.0),
+        # Of another machine, which does not see the files of this one: an earlier one, a later one.
+        ({"job": "other", "seen": 50.0, "held_seconds": 9.0}, 69.0),
+        ({"job": "other", "seen": 2e9, "held_seconds": 9.0}, 9.0),
+    ],
+)
+def test_a_late_summary_has_the_run_s_time(
+    tmp_path: Path, mlflow_database: str, tag: dict[str, Any] | None, held: float
+) -> None:
+    """`lightning-perf runs` reads the tag, which is not renewed while no server responds."""
+    client = MlflowClient(mlflow_database)
+    run_id = client.create_run("0").info.run_id
+    if tag is not None:
+        tag |= {"kept_seconds": 2.0, "goodput": 0.1, "process": {}}
+        client.set_tag(run_id, "lightning_perf_job", json.dumps(tag))
+    trainer(tmp_path, always_on(show_summary=False), limit_train_batches=2).fit(Small())
+    (summary,) = tmp_path.rglob("summary.json")
+    content = json.loads(summary.read_text())
+    content["goodput"] |= {"job": "own", "held_seconds": 60.0, "kept_seconds": 45.0}
+    summary.write_text(json.dumps(content))
+    address = {"tracking_uri": mlflow_database, "run_id": run_id}
+    append_pending(tmp_path, PendingUpload(str(summary), "summary.json", "run", "", address))
+    assert exit_code("upload", str(tmp_path)) == 0
+    found = job_of(client.get_run(run_id).data.tags)
+    assert found["held_seconds"] == held
+    assert (found["process"] == content["process"]) == (held != 9.0)
 
 
 def test_a_file_with_the_name_of_the_summary_is_uploaded(
