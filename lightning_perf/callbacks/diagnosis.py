@@ -178,7 +178,7 @@ class Diagnosis(WindowCallback):
     def _analyse(self, signals: Signals) -> Findings:
         """Diagnose; on a worker thread while training runs."""
         findings = diagnose(signals, self.rules)
-        if self._diagnosed is not None and signals.batches < self._diagnosed.batches:
+        if self._diagnosed is not None and signals.reached < self._diagnosed.reached:
             return Findings()  # the run has ended and was diagnosed meanwhile
         self._diagnosed = signals
         self._findings, self.verdicts = findings, list(findings.verdicts)

@@ -223,6 +223,11 @@ class Signals:
         """Batches of all windows, on this rank."""
         return sum(window.batches for window in self.windows)
 
+    @property
+    def reached(self) -> tuple[int, bool]:
+        """The same, and whether training has ended: what follows the last batch may be long."""
+        return self.batches, bool(self.windows) and self.windows[-1].at_end
+
     @cached_property
     def start(self) -> int:
         """The first window after the warm-up."""
@@ -441,11 +446,26 @@ class Signals:
         level = _WORKS * np.median(values[largest]) if len(largest) else 0.0
         return np.sort(largest[values[largest] > level])
 
+    def after_last(self, name: str) -> float:
+        """Seconds of a category after the last batch of training; 0 if they are not known."""
+        batches, ended = self.reached
+        if not ended or len(self.phases) != batches:
+            return 0.0
+        own = sum(window.own(f"timings/{name}") for window in self.windows)
+        return max(own - float(self.phases[:, CATEGORIES.index(name)].sum()), 0.0)
+
     def set_up(self, name: str) -> SetUp | None:
         """What the first of these events takes beyond later ones; None if it is like them."""
-        if self.dropped or len(at := self.positions(name)) < 2:
+        if self.dropped or not len(at := self.positions(name)):
             return None
         values = self.phases[at, CATEGORIES.index(name)]
+        last = self.after_last(name)
+        if last > _WORKS * np.median(values) and not (
+            name == "checkpoint" and len(at) == self.saves
+        ):
+            values = np.append(values, last)
+        if len(values) < 2:
+            return None
         first, usual = float(values[0]), float(np.median(values[1:]))
         extra = self.nothing
         extra[self.windows_of(at[:1])] = first - usual

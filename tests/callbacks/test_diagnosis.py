@@ -919,17 +919,23 @@ def test_the_time_share_of_analyses_is_limited(
     assert sum(allowed) <= 0.05 + 0.01 * (time.time() - began)
 
 
-def test_the_final_verdicts_are_not_replaced(tmp_path: Path) -> None:
-    """An analysis that is still running when training ends does not replace them."""
+@pytest.mark.parametrize("batches", [40, 80])
+def test_the_final_verdicts_are_not_replaced(tmp_path: Path, batches: int) -> None:
+    """An analysis that is still running when training ends does not replace them.
+
+    That of the last batch lacks what follows it.
+    """
     ended, late = threading.Event(), threading.Event()
 
     class Late(CountingRule):
         def __call__(self, signals: Signals) -> list[Verdict]:
             self.applied.set()
-            if signals.batches < 80:
+            at_end = signals.windows[-1].at_end
+            if signals.batches == batches and not at_end:
                 ended.wait(60.0)
                 late.set()
-            return [Verdict("mine", "warning", 0.5, evidence={"batches": signals.batches})]
+            found = {"batches": signals.batches, "at_end": at_end}
+            return [Verdict("mine", "warning", 0.5, evidence=found)]
 
     class Held(Diagnosis):
         def close(self, context: Any, reason: str) -> None:
@@ -945,8 +951,8 @@ def test_the_final_verdicts_are_not_replaced(tmp_path: Path) -> None:
     options = {"log_every_n_steps": 10, "max_epochs": 2, "logger": records}
     trainer(tmp_path, diagnosis, **options).fit(WaitsAtBatch50(rule.applied.is_set))
     (verdict,) = diagnosis.verdicts
-    assert verdict.evidence == {"batches": 80}
-    assert records.of("diagnosis/mine") == [(79, 0.5)]
+    assert verdict.evidence == {"batches": 80, "at_end": True}
+    assert records.of("diagnosis/mine")[-1] == (79, 0.5)
 
 
 def test_a_verdict_starts_a_recording(tmp_path: Path) -> None:

@@ -695,6 +695,43 @@ def test_a_slow_first_checkpoint_is_part_of_the_warm_up() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("at", "severity"), [([59], "warning"), ([59, 119], "critical")])
+def test_a_single_validation_is_a_warning_at_most(at: list[int], severity: str) -> None:
+    """Later ones may take less: it may have been the one that sets something up."""
+    phases = fine_batches(STEPS)
+    steps = phases.sum(axis=1)
+    phases[at, CATEGORIES.index("validation")] = 4.0
+    (verdict,) = diagnose(signals_of_batches(phases, steps=steps)).verdicts
+    assert (verdict.code, verdict.severity) == ("validation-bound", severity)
+
+
+@pytest.mark.parametrize("phase", ["dataloader_next", "forward"])
+@pytest.mark.parametrize("seconds", [0.5, 4.0])
+def test_the_batch_that_ended_a_run_may_have_held_it_up(phase: str, seconds: float) -> None:
+    """It is no batch that was measured, but most of the time: the run is not called healthy."""
+    phases = fine_batches(STEPS)
+    (verdict, *_) = diagnose(signals_of_batches(phases, ended={phase: seconds})).verdicts
+    assert (verdict.code == "healthy") == (seconds < 1)
+    if seconds > 1:
+        share = seconds / (phases.sum() + seconds)
+        assert (verdict.severity, verdict.share) == ("info", pytest.approx(share))
+        assert f"After the last batch that ended, {phase} took 4.00 s." in verdict.advice
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_start_of_an_epoch_takes_what_the_measured_ones_take(measured: bool) -> None:
+    """Lightning may fetch the first batch before training begins."""
+    starts = [0, 4, 8][0 if measured else 1 :]
+    first = [(1.0 * (n in starts), int(n in (0, 4, 8))) for n in range(WINDOWS)]
+    signals = signals_of(
+        {**FINE, "dataloader_next": window(*starts, seconds=1.0)},
+        named={Action("train", "dataloader_next", "first fetch"): first, FETCHES: every(0.0)},
+        steps=steps(40, 80, extra=1.0),
+    )
+    found = {each.code: each for each in diagnose(signals).verdicts}["epoch-restart"]
+    assert found.evidence["seconds_per_epoch"] == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(("saves", "severity"), [(1, "info"), (2, "critical")])
 def test_a_single_checkpoint_may_not_come_again(saves: int, severity: str) -> None:
     """It takes its share of the time, but nothing says that others follow."""
@@ -1985,13 +2022,17 @@ def test_the_culprit_of_validation_is_in_its_time() -> None:
     assert (found.culprit, found.evidence["windows_with_validation"]) == ("validate.forward", 2)
 
 
+@pytest.mark.parametrize(("at", "after"), [([30, 60, 90], None), ([30, 60], {"validation": 0.5})])
 @pytest.mark.parametrize("first", [0.5, 3.5])
-def test_what_the_first_validation_sets_up_is_not_saved_by_fewer(first: float) -> None:
-    """The advice promises half of what validations take later."""
+def test_what_the_first_validation_sets_up_is_not_saved_by_fewer(
+    first: float, at: list[int], after: dict[str, float] | None
+) -> None:
+    """The advice promises half of what validations take later; one may follow the last batch."""
     phases = fine_batches(STEPS)
     steps, total = phases.sum(axis=1), phases.sum() + first + 1
-    phases[[30, 60, 90], CATEGORIES.index("validation")] = [first, 0.5, 0.5]
-    found = {v.code: v for v in diagnose(signals_of_batches(phases, steps=steps)).verdicts}
+    phases[at, CATEGORIES.index("validation")] = [first, 0.5, 0.5][: len(at)]
+    signals = signals_of_batches(phases, steps=steps, ended=after)
+    found = {v.code: v for v in diagnose(signals).verdicts}
     assert found["validation-bound"].share == pytest.approx(1.5 / total)
     assert found["validation-bound"].predicted_speedup == pytest.approx(total / (total - 0.75))
     assert ("warmup" in found) == (first > 1)

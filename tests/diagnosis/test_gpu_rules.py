@@ -20,7 +20,7 @@ from helpers.windows import ranks_window
 
 from lightning_perf.diagnosis import diagnose
 from lightning_perf.diagnosis.report import evidence_text
-from lightning_perf.diagnosis.signals import Loader, Setup, Signals
+from lightning_perf.diagnosis.signals import SAVES, Loader, Setup, Signals
 from lightning_perf.timing.totals import Action, Cost
 
 GPU = Setup(device="cuda", cpus=8, loader=Loader(num_workers=4, batch_size=16))
@@ -283,6 +283,17 @@ def test_what_ranks_wait_for_a_callback_of_rank_0_is_the_callbacks(others: float
     assert shares == {
         mine.name: pytest.approx(4 / total), other.name: pytest.approx((1 + others) / total),
     }  # fmt: skip
+
+
+def test_what_ranks_wait_for_a_checkpoint_of_rank_0_is_the_checkpoints() -> None:
+    """It takes 4 s of 15 on rank 0 alone, such as an upload: 1 s of it is the category's mean."""
+    signals = signals_of_ranks({"checkpoint": {0: 4.0}}, dict.fromkeys((1, 2, 3), 4.0))
+    writing = Action("train", "checkpoint", "checkpoint writing (Uploads.on_train_batch_end)")
+    costs = {writing: Cost(5.0, 1), SAVES: Cost(0.0, 1)}
+    found = diagnose(with_costs(signals, [costs] * 6)).verdicts
+    (verdict,) = [v for v in found if v.severity != "info"]
+    assert (verdict.code, verdict.evidence["seconds_per_checkpoint"]) == ("checkpoint-bound", 5.0)
+    assert verdict.share == pytest.approx(5 / 15)
 
 
 def test_a_callback_in_validation_on_rank_0_is_validations() -> None:

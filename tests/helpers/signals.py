@@ -42,6 +42,7 @@ def signals_of(
     windows: int = WINDOWS,
     named: Mapping[Action, Sequence[tuple[float, int]]] | None = None,
     columns: Mapping[str, Sequence[float]] | None = None,
+    ended: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Signals:
     """Windows of ten batches.
@@ -51,6 +52,7 @@ def signals_of(
         windows: How many.
         named: Seconds and calls of named actions in each window.
         columns: Further columns, one number per window.
+        ended: Training has ended, and took these seconds after the last batch, by category.
         **options: Of `Signals`.
     """
     seconds = {name: np.broadcast_to(per_batch.get(name, 0.0), windows) for name in CATEGORIES}
@@ -60,10 +62,13 @@ def signals_of(
             f"timings/{name}": [float(seconds[name][number]) * BATCHES] for name in CATEGORIES
         }
         values |= {name: [each[number]] for name, each in (columns or {}).items()}
+        at_end = ended is not None and number == windows - 1
+        for name, took in (ended or {}).items() if at_end else ():
+            values[f"timings/{name}"][0] += took
         first, last = Timestamp(batch=number * BATCHES), Timestamp(batch=(number + 1) * BATCHES)
         done = {action: each[: number + 1] for action, each in (named or {}).items()}
         after = Totals({a: Cost(*map(sum, zip(*each, strict=True))) for a, each in done.items()})
-        place = {"first": first, "last": last, "step": last.batch}
+        place = {"first": first, "last": last, "step": last.batch, "at_end": at_end}
         found.append(window_of(values, spent=(before, after), **place))
         before = after
     batch = sum(each for name, each in seconds.items() if name != "validation")

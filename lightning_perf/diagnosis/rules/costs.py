@@ -242,8 +242,10 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
         return
     # With save_last=True or two callbacks several files are written at once.
     saves = max(min(signals.saves, float(signals.total(writes).calls.sum())), 1.0)
-    seconds = _without_set_up(signals.category("checkpoint"), signals.set_up("checkpoint"))
-    per_checkpoint = float(seconds.sum() / saves)
+    own = _without_set_up(signals.total(rows).seconds, signals.set_up("checkpoint"))
+    within = signals.lost({"checkpoint": own})
+    seconds = sum(within.values(), signals.nothing)
+    per_checkpoint = float(own.sum() / saves)
     interval, often = _interval(signals, saves)
     times = max(min(signals.share(seconds) / aim, saves / left), 2)
     # ModelCheckpoint counts optimizer steps.
@@ -267,7 +269,7 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     }  # fmt: skip
     yield Impact(
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
-        "checkpoint", evidence=evidence, advice=advice, whole_run=True,
+        "checkpoint", evidence=evidence, advice=advice, whole_run=True, within=within,
         saves=1 - interval / rarer if saves > 1 else None,
         number=inf if saves > 1 else saves,  # a single one may not come again
     )  # fmt: skip
@@ -298,7 +300,8 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     """Validation takes long; the culprit is its largest part."""
     if not signals.spent["validation"].any():
         return
-    seconds = _without_set_up(signals.shared("validation"), signals.set_up("validation"))
+    first = signals.set_up("validation")
+    seconds = _without_set_up(signals.shared("validation"), first)
     within = {"validation": seconds}
     # Checkpoints that are written meanwhile are apart.
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
@@ -323,7 +326,8 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     slowest = max(named, key=signals.seconds, default=None)
     if phase not in COMPUTE and slowest and signals.seconds(slowest) > costs[phase] / 2:
         culprit, calls = slowest.name, float(signals.actions[slowest].calls.sum())
-        takes = f"{culprit} takes {duration(signals.seconds(slowest) / max(calls, 1.0))} per call"
+        took = _without_set_up(signals.actions[slowest].seconds, first).sum()
+        takes = f"{culprit} takes {duration(float(took) / max(calls, 1.0))} per call"
         remedy = ": do its work less often."
         if culprit.partition(".")[0].endswith(STRATEGY):
             remedy = (
@@ -335,8 +339,10 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
         longer = signals.own_work("validation") - signals.work["validation"].min(axis=1)
         seconds += np.minimum(signals.actions[slowest].seconds, longer)
         within = signals.lost({"validation": seconds})
+    times = len(signals.positions("validation")) + (signals.after_last("validation") > 0)
     yield Impact(  # too rare for a bootstrap
         seconds, 1.0, culprit, "validation", advice=advice, whole_run=True, on_host=False,
+        highest="warning" if times == 1 else "critical",  # a single one may be slow by its set-up
         saves=0.5, within=within, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
         },

@@ -30,6 +30,9 @@ _START = 0.04
 #: Measured on 2 CPUs: a batch of 7.0 ms then took 7.9, and 8.8 ms of loading 10.1 to 10.4 ms; two
 #: workers and a training thread used 85 and 88 % of the CPUs, as batches have an order.
 _ALL_BUSY, _CROWDED = 0.87, 0.74
+#: The part of the usual time of starting an epoch from which on the first start was measured:
+#: Lightning may fetch the first batch before training begins.
+_MEASURED = 0.1
 _DRAWN = (
     "The sampler runs in the main process, where DataLoader workers do not hide it: make it "
     "faster, or let it iterate over indices that were prepared before."
@@ -366,6 +369,8 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
         return
     loader = signals.setup.loader
     per_epoch = float(seconds.sum() / epochs.sum())
+    if epochs[0] == 1 and seconds[0] < _MEASURED * per_epoch:
+        per_epoch = float(seconds.sum() / (epochs.sum() - 1))
     advice, saves = f"An epoch begins with {duration(per_epoch)} of waiting", None
     workers = 0 if loader is None else loader.num_workers
     slowest = max((row for row in signals.rows("dataloader_next") if row.name in RESTART),
@@ -382,7 +387,7 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
         keep = "set persistent_workers=True in the DataLoader"
         keep += ", or make the sampler start faster" if first else ""
         advice += f" for {counted(workers, 'new worker')}{first}: {keep}, for {PROMISE} at best."
-        saves = 1 - 1 / float(epochs.sum())  # the first epoch starts them in any case
+        saves = 1 - seconds[0] / float(seconds.sum())  # the first epoch starts them in any case
     else:
         advice += ". Use longer epochs."
     if workers:

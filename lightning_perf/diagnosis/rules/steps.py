@@ -199,6 +199,20 @@ def periodic_stall(signals: Signals, fewest: int, alike: float) -> Iterable[Impa
             yield _stall(signals, each, alike)
         elif 0 < count < fewest and each.excess.sum() >= count * _LONG:
             yield replace(_stall(signals, each, alike), certain=_AGAIN)
+    yield from _last_batch(signals)
+
+
+def _last_batch(signals: Signals) -> Iterable[Impact]:
+    """What a batch took that an exception or Ctrl-C ended, or the fetch after the last one."""
+    for phase in ("dataloader_next", "to_device", *COMPUTE):
+        if (took := signals.after_last(phase)) >= _LONG:
+            seconds = signals.nothing
+            seconds[-1] = took
+            advice = (
+                f"After the last batch that ended, {phase} took {duration(took)}. Look there for "
+                "what held up the run."
+            )
+            yield Impact(seconds, 1.0, phase=phase, advice=advice, certain=_AGAIN)
 
 
 def _stall(signals: Signals, stalled: Stalled, alike: float) -> Impact:
