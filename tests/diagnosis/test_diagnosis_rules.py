@@ -718,6 +718,18 @@ def test_the_batch_that_ended_a_run_may_have_held_it_up(phase: str, seconds: flo
         assert f"After the last batch that ended, {phase} took 4.00 s." in verdict.advice
 
 
+def test_a_hook_that_follows_ours_in_the_last_batch_is_of_that_batch() -> None:
+    """It is called every 40 batches, the third time after the end of the last one."""
+    phases = fine_batches(STEPS)
+    phases[[39, 79], CATEGORIES.index("callbacks")] = 1.0
+    hook = Action("train", "callbacks", "Plots.on_train_batch_end")
+    calls = [(1.0 * (n in (3, 7, 11)), BATCHES) for n in range(WINDOWS)]
+    signals = signals_of_batches(phases, named={hook: calls}, ended={"callbacks": 1.0})
+    (verdict,) = diagnose(signals).verdicts
+    assert (verdict.code, verdict.severity) == ("callback-bound", "critical")
+    assert "takes 1.00 s every 40 batches" in verdict.advice
+
+
 @pytest.mark.parametrize("measured", [True, False])
 def test_a_start_of_an_epoch_takes_what_the_measured_ones_take(measured: bool) -> None:
     """Lightning may fetch the first batch before training begins."""

@@ -31,6 +31,8 @@ _AT_TIMES = 0.9
 _ALIKE = 0.2
 #: Methods of a class in a text.
 _LISTED = 5
+#: Hooks of the last batch that follow ours in it are after its end, by which batches are divided.
+_BATCH_END = ".on_train_batch_end"
 #: Lightning's own progress bars, which have a refresh rate.
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 
@@ -130,7 +132,10 @@ def _by_batch(signals: Signals, rows: Sequence[Action]) -> Numbers:
         if alike != [True, False]:
             return values[:0]
         values = np.bincount(found.positions, found.excess, len(values)).astype(float)
-    # What follows the last batch is in none.
+    if len(values) and rows[0].name.endswith(_BATCH_END):
+        values, left = values.copy(), float(own.sum() - values.sum())
+        values[-1] += max(min(left, signals.after_last(category)), 0.0)
+    # What else follows the last batch is in none.
     known = signals.dropped or abs(values.sum() - own.sum()) <= _ALIKE * own.sum()
     return values if known and all(row in rest for row in rows) else values[:0]
 
