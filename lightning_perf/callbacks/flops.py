@@ -41,7 +41,8 @@ class Flops(WindowCallback):
     counted once, at the first batch whatever the schedule says.
 
     Args:
-        schedule: When to report; by default every 5 batches.
+        schedule: When to report; by default every 5 batches. ``"log_every_n_steps"``: whenever
+            Lightning logs, as other callbacks do by default.
         peak_flops: FLOP/s of one device, ``"measure"`` to time a matrix product, or None to look
             the device up.
         formula: FLOPs to report beside the counted ones: a function of the batch that returns this
@@ -101,7 +102,8 @@ class Flops(WindowCallback):
     @override
     def window_due(self, context: Run, at_end: bool) -> bool:
         due = super().window_due(context, at_end)
-        if not at_end and not context.nested and context.counters.batches == 1:
+        scheduled = self.schedule is not None
+        if scheduled and not at_end and not context.nested and context.counters.batches == 1:
             self.trigger.request()
             return True
         return due

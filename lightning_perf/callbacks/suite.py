@@ -11,7 +11,7 @@ from lightning_perf.checks import flag, is_list, whole
 from lightning_perf.errors import ConfigError
 from lightning_perf.run.callback import PerfCallback
 from lightning_perf.run.compat import rank_zero_info
-from lightning_perf.run.window_callback import WindowCallback
+from lightning_perf.run.window_callback import LOGGING, WindowCallback
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -182,7 +182,7 @@ def always_on(
     flag("show_summary", show_summary)
     parts: list[PerfCallback] = [
         SpeedMonitor(),
-        Flops(schedule="every 50ba"),
+        Flops(schedule=LOGGING),
         Timings(),
         SystemMetrics(),
         Diagnosis(terminal=show_summary, notify=notify),

@@ -80,7 +80,7 @@ class RankState:
         """Where it is, by the words of the metrics."""
         named = f" {self.name}" if self.category in _NAMED else ""
         if not self.stage:  # hooks that follow ours at its end have names
-            is_hook = "." in named and self.name.partition(".")[0] != "lightning_perf"
+            is_hook = "." in named and self.name.rpartition(".")[0] != "lightning_perf"
             return f"{self.category}{named}" if is_hook else "set-up or the end"
         within = f"{self.stage}, " if self.stage != "train" else ""
         if self.category and self.name.startswith(f"{self.category} "):  # "checkpoint writing"

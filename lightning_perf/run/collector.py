@@ -264,7 +264,7 @@ class Collector:
             return {}
         signals = self.signals()
         context.log_from_worker(self._run(signals).metrics, context.step)
-        context.deliver()
+        context.deliver(last=True)
         idle = signals.gpu_idle
         averages = {name: signals.average(f"system/{name}") for name in SENSORS}
         averages["gpu_util"] = None if idle is None else 100 * (1 - idle)

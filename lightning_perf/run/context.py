@@ -182,6 +182,7 @@ class RunContext(Run):
         limits = Limits()
         if self.spans.recorder is not None:
             self.meter.span = self.spans.recorder.cache["callbacks", COUNTING]
+            self.reporting.own_calls = self.spans.recorder.own_calls
         self.meter.start(stage)
         if stage == "train":
             limits = self._read_limits()

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -29,10 +29,12 @@ from lightning_perf.tracking.mlflow import (
     TagReader,
     is_mlflow,
 )
+from lightning_perf.tracking.paced import PacedLogger
 from lightning_perf.tracking.tracker import Root, root_of, store_target, trial_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from lightning.pytorch import Trainer
 
@@ -118,12 +120,12 @@ class Reporting:
         self.tags = TagReader(mlflow[0], worker) if mlflow else None
         self._own = [MlflowMetrics(run, worker) for run in mlflow]
         self._mlflow = self._own if first else []
-        self._others = [x for x in trainer.loggers if not is_mlflow(x)] if first else []
+        others = [each for each in trainer.loggers if not is_mlflow(each)] if first else []
+        self._others = [*map(PacedLogger, others)]
+        #: Entered for our calls of these, whose time is told from that of Lightning's.
+        self.own_calls: AbstractContextManager[object] = nullcontext()
         #: Functions that get what is logged on this rank, besides the loggers.
         self.receivers: list[Callable[[Mapping[str, float], int], object]] = []
-        self._warned: set[int] = set()
-        #: Seconds that loggers other than MLflow's took for what was logged here.
-        self.logger_seconds = 0.0
         #: Settings of callbacks by their names.
         self.settings: dict[str, dict[str, object]] = {}
         #: Keys of metrics that loggers do not get.
@@ -174,24 +176,22 @@ class Reporting:
                 receive(metrics, step)
             self._later.append((metrics, step))
 
-    def deliver(self) -> None:
-        """Log the metrics of `log_from_worker` to other loggers, on the calling thread."""
+    def deliver(self, *, last: bool = False) -> None:
+        """Log the metrics of `log_from_worker` to other loggers, on the calling thread.
+
+        At the ``last`` time of a run, slow loggers get all that waits.
+        """
         while self._later:
             self._log_to_others(*self._later.popleft())
+        if last:
+            with self.own_calls:
+                for logger in self._others:
+                    logger.flush()
 
     def _log_to_others(self, metrics: dict[str, float], step: int) -> None:
-        """Log to loggers other than MLflow's; one that fails is called again the next time."""
-        began = time.perf_counter()
-        for logger in self._others:
-            try:
-                logger.log_metrics(metrics=dict(metrics), step=step)
-            except Exception as error:
-                let_through(error)
-                if id(logger) not in self._warned:
-                    self._warned.add(id(logger))
-                    name = type(logger).__name__
-                    warn(f"{name} did not accept metrics ({describe(error)}). Training continues.")
-        self.logger_seconds += time.perf_counter() - began
+        with self.own_calls:
+            for logger in self._others:
+                logger.log(metrics, step)
 
     def note_attempts(self, content: Mapping[str, Any]) -> None:
         """Note in MLflow what the attempts of the run took, for ``lightning-perf runs``."""
@@ -229,7 +229,7 @@ class Reporting:
                     worker.abandon(min(last, _INTERRUPTED_TIMEOUT) if hurried() else last)
         for target in self._own:
             target.warn_lost()
-        self.deliver()
+        self.deliver(last=True)
 
     def _trace_run(self, prefix: str | None) -> TraceRun:
         root = self.root(prefix)

@@ -147,6 +147,8 @@ class SpanRecorder:
         self.device = device
         #: Our spans by their keys, made on first use.
         self.cache = SpanCache(self._span)
+        #: Entered while we call a logger.
+        self.own_calls = OwnCalls()
         self._first_fetch: Span | None = None
         #: Seconds of waiting for gradients while no rank is late, which is their exchange.
         self.exchange = Floor()
@@ -258,7 +260,8 @@ class SpanRecorder:
             self._time(owner, method, category, name)
         for logger in trainer.loggers:
             for method in _LOGGER_METHODS:
-                self._time(logger, method, "logging", f"{type(logger).__name__}.{method}")
+                span = partial(self._logger_span, f"{type(logger).__name__}.{method}")
+                self._patches.wrap_in_context(logger, method, span)
         strategy = trainer.strategy
         if trainer.world_size > 1:
             self._time(strategy, "reduce", "reduce_metrics", f"{type(strategy).__name__}.reduce")
@@ -274,10 +277,26 @@ class SpanRecorder:
                 name = f"{type(metric).__name__}.compute"
                 self._time(metric, "compute", "reduce_metrics", name)
 
+    def _logger_span(self, name: str) -> AbstractContextManager[Any]:
+        ours = "callbacks", f"lightning_perf.{name}"
+        return self.cache[ours if self.own_calls.running else ("logging", name)]
+
     def _time(self, owner: object, method: str, category: str, name: str) -> None:
         self._patches.wrap_in_context(
             owner, method, partial(self.cache.__getitem__, (category, name))
         )
+
+
+class OwnCalls:
+    """Tells whether a logger is called by us, and not by Lightning or the user."""
+
+    running = False
+
+    def __enter__(self) -> None:
+        self.running = True
+
+    def __exit__(self, *_: object) -> None:
+        self.running = False
 
 
 class GradientsReady(MethodPatch):

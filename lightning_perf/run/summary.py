@@ -94,8 +94,7 @@ def end_summary(context: Run, callbacks: Sequence[Any], reason: str) -> RunSumma
         for callback in callbacks:
             sections |= callback.call(callback.summary_sections) or {}
         if culprits := sections.get("culprits"):
-            logged = context.reporting.logger_seconds
-            sections["overhead"] = _overhead(culprits, callbacks, logged)
+            sections["overhead"] = _overhead(culprits, callbacks)
         summary = RunSummary(context, _STATUS[reason], _windows(context), sections, callbacks)
     except Exception as error:
         warn(f"the summary of the run was not made ({describe(error)}).")
@@ -505,19 +504,14 @@ def _figures(first: int, window: Window) -> dict[str, Any]:
     return figures
 
 
-def _overhead(
-    culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[Any], logger_seconds: float
-) -> dict[str, float]:
+def _overhead(culprits: Sequence[Mapping[str, Any]], callbacks: Sequence[Any]) -> dict[str, float]:
     """The time of our callbacks and of loggers for their reports, and the share of recorders.
 
     From a table of all costs.
     """
     kinds = {type(each).__name__: hasattr(each, "saved_traces") for each in callbacks}
-    kinds["lightning_perf"] = False  # the hooks of the run
+    kinds["lightning_perf"] = False  # the hooks of the run, and its calls of loggers
     rows = [(row, row["name"].partition(".")[0]) for row in culprits]
     ours = [(row, kinds[kind]) for row, kind in rows if kind in kinds]
     figures = {key: sum(row[key] for row, _ in ours) for key in ("seconds", "share")}
-    seconds, shares = (sum(row[key] for row in culprits) for key in ("seconds", "share"))
-    figures["share"] += logger_seconds * shares / seconds if seconds else 0.0
-    figures["seconds"] += logger_seconds
     return figures | {"recording": sum(row["share"] for row, records in ours if records)}

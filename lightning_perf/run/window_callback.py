@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from lightning_perf.timing.totals import Action, Cost
 
 
+#: The schedule of Lightning's logging, as users write it.
+LOGGING = "log_every_n_steps"
+
+
 class ReportTrigger:
     """Decides after each batch whether a callback reports.
 
@@ -137,7 +141,7 @@ class WindowCallback(PerfCallback):
 
     def __init__(self, schedule: Schedule | str | None = None) -> None:
         super().__init__()
-        self.schedule = None if schedule is None else as_schedule(schedule)
+        self.schedule = None if schedule in (None, LOGGING) else as_schedule(schedule)
         self.trigger = ReportTrigger(self.schedule)
         #: The last reported value of each metric since the last ``fit`` began.
         self.metrics: dict[str, float] = {}

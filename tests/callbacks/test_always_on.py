@@ -65,6 +65,16 @@ def test_always_on_is_one_suite(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == ""
 
 
+def test_all_callbacks_report_together(tmp_path: Path) -> None:
+    """A logger is called at Lightning's steps, once per step, and at the end."""
+    records = Records()
+    trainer(tmp_path, always_on(), logger=records, log_every_n_steps=6).fit(Small())
+    *steps, _ = [step for step, _ in records.rows]
+    assert steps == [5, 11, *steps[2:]]
+    assert {*steps[2:]} <= {15}
+    assert [step for step, _ in records.of("batch_flops")][:2] == [5, 11]
+
+
 def test_loggers_get_each_meaning_once(tmp_path: Path) -> None:
     """At most 30 keys of training and a few of validation; the others can still be monitored."""
     options: dict[str, Any] = {

@@ -118,6 +118,13 @@ def test_a_span_that_has_the_name_of_its_category_is_named_once() -> None:
     assert phases == ["checkpoint writing (M)", "other M.on_fit_end"]
 
 
+def test_a_logger_that_hangs_in_our_call_after_the_training_is_named() -> None:
+    """Our own hooks there are the end; what they call is not."""
+    names = ("lightning_perf.teardown", "lightning_perf.CSVLogger.log_metrics")
+    phases = [RankState(0, category="callbacks", name=name).phase for name in names]
+    assert phases == ["set-up or the end", f"callbacks {names[1]}"]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_culprit_is_the_rank_that_the_others_wait_for(case: str) -> None:
     """Ranks that wait in a collective are not, but for one that is ahead."""

@@ -187,7 +187,7 @@ def callback_bound(signals: Signals, named: float) -> Iterable[Impact]:
     for hooks in _hooks(signals, "hooks", named, "callbacks", "other", _METRICS, _SCHEDULERS):
         advice = "Call its work less often, or move it off the training thread."
         if hooks.owner in signals.setup.ours:
-            less = "record or report less often (schedule), or leave it out"
+            less = "record or report less often (schedule, log_every_n_steps), or leave it out"
             advice = f"It is lightning_perf's own: {less}."
         elif hooks.owner in _BARS:
             advice = "Raise its refresh_rate."

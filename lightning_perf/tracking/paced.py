@@ -1,0 +1,78 @@
+"""Loggers other than MLflow's: calls on the training thread, less often if they are slow."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from lightning_perf.errors import describe, let_through, warn
+from lightning_perf.units import duration
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: A logger is slow if its latest calls take longer on average, and longer altogether: one delayed
+#: call says nothing. In seconds.
+_SLOW, _LEAST = 0.02, 0.1
+#: How many calls are the latest ones.
+_LATEST = 100
+#: The part of the time for calls of a slow logger.
+_PART = 0.02
+
+
+class PacedLogger:
+    """A logger that our metrics go to. The training waits for each call.
+
+    Between calls of a slow logger there are pauses. What comes meanwhile goes with the next call,
+    at its step: the last value of each key.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        self._logger, self._name = logger, type(logger).__name__
+        self._waiting: dict[str, float] = {}
+        self._step = 0
+        # Seconds of the latest calls, of which the first one of all may open files, and their end.
+        self._latest = deque[float](maxlen=_LATEST)
+        self._opened, self._ended = False, 0.0
+        self._warned: set[str] = set()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Pass metrics on, now or with a later call."""
+        self._step = max(step, self._step) if self._waiting else step
+        self._waiting |= metrics
+        seconds = sum(self._latest)
+        per_call = seconds / max(len(self._latest), 1)
+        slow = seconds > _LEAST and per_call > _SLOW
+        if not slow or perf_counter() - self._ended >= per_call / _PART:
+            self.flush()
+        else:
+            self._warn_once(
+                "slow",
+                f"{self._name} takes {duration(per_call)} per call. lightning_perf calls it less "
+                f"often, in {_PART:.0%} of the time at most, each time with the latest values.",
+            )
+
+    def flush(self) -> None:
+        """Pass on what waits. A logger that fails is called again the next time."""
+        metrics, self._waiting = self._waiting, {}
+        if not metrics:
+            return
+        began = perf_counter()
+        try:
+            self._logger.log_metrics(metrics=metrics, step=self._step)
+        except Exception as error:
+            let_through(error)
+            why = describe(error)
+            text = f"{self._name} did not accept metrics ({why}). Training continues."
+            self._warn_once("failed", text)
+        if len(self._latest) == 1 and not self._opened:
+            self._opened = True
+            self._latest.clear()
+        self._ended = perf_counter()
+        self._latest.append(self._ended - began)
+
+    def _warn_once(self, what: str, text: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            warn(text)
