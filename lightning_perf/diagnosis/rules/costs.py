@@ -31,8 +31,8 @@ _AT_TIMES = 0.9
 _ALIKE = 0.2
 #: Methods of a class in a text.
 _LISTED = 5
-#: Hooks of the last batch that follow ours in it are after its end, by which batches are divided.
-_BATCH_END = ".on_train_batch_end"
+#: What follows our hook in the last batch is after its end, by which batches are divided.
+_BATCH_END = (".on_train_batch_end", ".log_metrics")
 #: Lightning's own progress bars, which have a refresh rate.
 _BARS = ("TQDMProgressBar", "RichProgressBar")
 
