@@ -63,11 +63,19 @@ class Attempt:
     #: The folder of its run, and when the process started, as `system.process` has it.
     folder: str = ""
     started: float = 0.0
+    #: Seconds of steps at its last checkpoint; 0 in files of older versions.
+    saved: float = 0.0
 
     @property
     def trained(self) -> float:
         """Seconds of all its steps."""
         return max(self.last - self.first, 0.0)
+
+    @property
+    def covered(self) -> float:
+        """Seconds of its steps up to its last checkpoint."""
+        last = min(self.saved or self.last, self.last)
+        return max(last - self.first, 0.0) if self.saves else 0.0
 
     @property
     def known(self) -> float:
@@ -166,9 +174,11 @@ def _checkpoints(attempts: Sequence[Attempt], interruptions: int, costly: bool) 
     """
     trained = sum(each.trained for each in attempts)
     saves, spent = sum(each.saves for each in attempts), sum(each.checkpoints for each in attempts)
-    if not (saves and trained):
+    # Not what follows the last one of an attempt: that interval did not end.
+    covered = sum(each.covered for each in attempts)
+    if not (saves and covered):
         return {}
-    interval, cost = trained / saves, spent / saves
+    interval, cost = covered / saves, spent / saves
     best = sqrt(2 * cost * trained / interruptions) if costly and interruptions else 0.0
     if not 0 < best < interval / _SHORTER:
         return {"checkpoint_interval": interval}

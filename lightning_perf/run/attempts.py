@@ -27,7 +27,7 @@ from lightning_perf.tracking.attempts import attempts_in, prune
 from lightning_perf.tracking.summary import ATTEMPTS, RUNNING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from lightning_perf.background import Worker
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from lightning_perf.run.windows import Windows
     from lightning_perf.traces.writer import RunFolder
 
-#: Seconds until the first sign of life, and between two.
+#: Seconds until the first sign of life, and between two; those of checkpoints come at most once per
+#: `FIRST`.
 FIRST, INTERVAL = 1.0, 5.0
 #: A batch that takes this many times as long as those before it may be a stall.
 _LONGER = 3
@@ -100,9 +101,12 @@ class AttemptLog:
         self._wall = 0.0
         # This attempt, at its end.
         self._ended: Attempt | None = None
-        # The step and the training seconds of checkpoints, and their number.
+        # The step and the training seconds of checkpoints, their number, and at the last one the
+        # seconds without pauses.
         self._saved: deque[tuple[int, float]] = deque(maxlen=_MOST_CHECKPOINTS)
-        self._saves = 0
+        self._saves, self._covered = 0, 0.0
+        # Whether a sign of life is due for a checkpoint, and when the next one may come.
+        self._notes, self._next_note = False, 0.0
         # At the last update: seconds of training; of checkpoints in training, and those before the
         # current batch; of stalls that are over, and of a stall in the current batch.
         self._looking = RLock()  # a signal may end the run within it
@@ -144,7 +148,7 @@ class AttemptLog:
         self._run_folder = run.reporting.run_folder(named_run())
         self._continue_job(run, root.path)
         self._note_job(run)
-        run.file_worker.submit(partial(_beat, self, weakref.ref(run)), "the attempt", FIRST)
+        self._submit(self.beat, run, FIRST)
 
     def _continue_job(self, run: Trained, root: Path) -> None:
         """Find the earlier attempts of this job.
@@ -190,11 +194,23 @@ class AttemptLog:
         counters = run.progress.stages["train"]
         now = counters.step, counters.total_wct
         if [*self._saved][-1:] != [now]:
-            self._attempt(run, RUNNING)  # the pauses so far, which the state has
+            # With the pauses so far, which the state has.
+            self._covered = self._attempt(run, RUNNING).last
             self._saved.append(now)
             self._saves += 1
+            self._note_soon(run)
 
     # -- on any thread ----------------------------------------------------------------------------
+
+    def _submit(self, job: Callable[[Trained], None], run: Trained, delay: float) -> None:
+        """Run a job on the thread that makes files; one that waits keeps no run alive."""
+        run.file_worker.submit(partial(_call, job, weakref.ref(run)), "the attempt", delay)
+
+    def _note_soon(self, run: Trained) -> None:
+        """Have the file written: after a kill, it tells which checkpoints there were."""
+        if not self._notes:
+            self._notes = True
+            self._submit(self.note, run, max(self._next_note - perf_counter(), 0.0))
 
     def goodput(self, run: Trained, status: str) -> dict[str, Any]:
         """The goodput of the job so far, and write the file; empty if no training has begun."""
@@ -260,7 +276,7 @@ class AttemptLog:
                 **self._same, status=status, seen=self._wall + now,
                 last=self._trained - run.progress.paused_seconds, unfinished=unfinished,
                 stalls=self._stalls, validation=max(validating, 0.0),
-                checkpoints=saving + within, saves=self._saves,
+                checkpoints=saving + within, saves=self._saves, saved=self._covered,
             )  # fmt: skip
 
     # -- on the thread that makes files -----------------------------------------------------------
@@ -274,7 +290,19 @@ class AttemptLog:
         self._note(run, own, goodput([*self._earlier, own]))
         # On a slow file system, the file takes at most 1 % of the time.
         pause = INTERVAL * max(1.0, 20 * (perf_counter() - began))
-        run.file_worker.submit(partial(_beat, self, weakref.ref(run)), "the attempt", pause)
+        self._submit(self.beat, run, pause)
+
+    def note(self, run: Trained) -> None:
+        """Write the file for a checkpoint."""
+        if self._ended is not None:
+            return
+        began, own = perf_counter(), self._attempt(run, RUNNING)
+        self._write(run, own)
+        now = perf_counter()
+        # As for other signs of life.
+        self._next_note, self._notes = now + max(FIRST, 100 * (now - began)), False
+        if self._saves > own.saves:  # meanwhile
+            self._note_soon(run)
 
     def _write(self, run: Trained, own: Attempt) -> None:
         if not run.leaves_files or self._ended not in (None, own):
@@ -321,9 +349,9 @@ def _process_start() -> float:
     return boot + found
 
 
-def _beat(log: AttemptLog, reference: weakref.ref[Trained]) -> None:
+def _call(job: Callable[[Trained], None], reference: weakref.ref[Trained]) -> None:
     if (run := reference()) is not None:
-        log.beat(run)
+        job(run)
 
 
 def _lives(attempt: Attempt) -> bool:

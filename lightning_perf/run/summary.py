@@ -118,6 +118,15 @@ def hang_summary(context: Run) -> None:
         RunSummary(context, RUNNING, windows, _sections(context)).write()
 
 
+def add_hang(context: Run, hang: Mapping[str, Any]) -> None:
+    """Add a hang to the summary of rank 0, from another rank of its machine, or replace it."""
+    process = {"pid": context.processes.get(0), "host": this_process()["host"]}
+    for path, summary in summaries_in(context.reporting.run_folder().folder, context.run_name):
+        if summary["status"] == RUNNING and process.items() <= summary.get("process", {}).items():
+            hangs = {each["began"]: each for each in (*summary.get("hangs", ()), hang)}
+            write_text(path, text_of({**summary, "hangs": [*hangs.values()]}))
+
+
 def _sections(context: Run) -> dict[str, Any]:
     """The verdicts and hangs so far; for any thread."""
     verdicts = [v.as_dict() for part in context.members for v in getattr(part, "verdicts", ())]

@@ -31,6 +31,7 @@ from lightning_perf.run.flop_meter import COUNTING
 from lightning_perf.run.hang_files import REPORT, HangFiles, stacks_file
 from lightning_perf.run.hooks import PER_BATCH
 from lightning_perf.run.spans import START
+from lightning_perf.run.summary import add_hang
 from lightning_perf.system.stacks import (
     Stacks,
     children_of,
@@ -65,6 +66,8 @@ ABORTED = 75
 _POLL = 5.0
 #: Limits: in median batches; of phases that may take long, in limits; of what a phase took before.
 _BATCHES, _LONGER, _BEFORE = 30, 5, 3
+#: A report is written again once the hang has lasted this many times as long.
+_GROWS = 2
 #: Batches whose median counts.
 _HISTORY = 100
 #: Hangs of one run whose reports and stacks are kept in its files.
@@ -258,6 +261,7 @@ class _Watch:
             self._suspect(run, pause)
         if self._decides < inf:
             self._decide(run)
+        self._report_again(run, pause)
         self._save_own(run)
 
     @property
@@ -491,7 +495,27 @@ class _Watch:
             self._reports.appendleft(text)
         with suppress(Exception):  # the report has it
             run.refresh_summary()
+            # Rank 0 cannot, and may be ended without running Python again.
+            if self._states[0].missing not in ("", LEFT, FAILED) and "ended" not in self._entry:
+                add_hang(run, self._entry)
         return path
+
+    def _report_again(self, run: Run, pause: float) -> None:
+        """Write the report again if the hang has lasted much longer since."""
+        if self._entry is not None and pause > _GROWS * self._entry["seconds"]:
+            self._lasts(run, pause)
+            self._publish(run)
+
+    def _lasts(self, run: Run, pause: float) -> None:
+        """The hang that was reported has lasted longer since."""
+        assert self._entry is not None  # the callers' condition
+        longer = pause - self._entry["seconds"]
+        self._states = [
+            replace(each, seconds=each.seconds + longer) if each.seconds else each
+            for each in self._states
+        ]
+        text = sentence(self._states, run.ranks.world_size)
+        self._entry |= {"seconds": round(pause, 1), "text": text}
 
     def _save_own(self, run: Run) -> None:
         """Save the stacks of this rank after a report, and again with what `_Further` adds."""
@@ -512,7 +536,7 @@ class _Watch:
 
     def _went_on(self, run: Run, pause: float) -> None:
         assert self._entry is not None  # the caller's condition
-        self._entry["seconds"] = round(pause, 1)
+        self._lasts(run, pause)
         if not (hangs := run.windows.gatherer.leads):
             self._entry["ended"] = _clock_time(0.0)
         self._publish(run)

@@ -167,11 +167,19 @@ def test_the_workers_of_other_ranks_are_left_out(
 
 @pytest.mark.slow
 def test_summary_and_page_say_so_while_it_hangs(tmp_path: Path) -> None:
-    """The entry has no end; the page has a section; nothing says that the run has ended."""
+    """The entry has no end, and grows; the page has a section; nothing says that the run ended."""
     with training(tmp_path, Hangs(hanging.sleep), log_every_n_steps=1):
         (page,) = until(lambda: [*tmp_path.glob("*/report.html")])
         summary = read_summary(page.with_name("summary.json"))
         (hang,) = summary["hangs"]
+        until(lambda: read_summary(page.with_name("summary.json"))["hangs"][0]["seconds"] > 2)
+        (later,) = read_summary(page.with_name("summary.json"))["hangs"]
+        assert later["text"] in reported(tmp_path)
+    assert later["seconds"] >= 2 * hang["seconds"]
+    assert later["text"] == hang["text"].replace(
+        f" for {hang['seconds']:.0f} s", f" for {later['seconds']:.0f} s"
+    )
+    assert later["began"] == hang["began"]
     assert summary["status"] == "running"
     assert hang.keys() == {"began", "seconds", "stage", "batch", "ranks", "phase", "text"}
     assert (hang["stage"], hang["batch"], hang["phase"]) == ("train", hanging.BATCH, "forward")
@@ -646,7 +654,7 @@ def test_a_hang_is_passed_on_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     trainer(tmp_path, hang, Waits(), logger=Records()).fit(Small())
     (event,) = events
     assert event["event"] == "hang"
-    assert event["text"].endswith(hang.hangs[0]["text"])
+    assert hang.hangs[0]["text"].rpartition(" for ")[0] in event["text"]
     assert event["run"] in event["text"]
     assert event["batch"] == 5
     caplog.clear()  # the warning
@@ -1110,24 +1118,41 @@ def test_abort_ends_a_process_that_has_started_other_ranks_with_its_exit_code(
 #: Rank 0 starts the other ranks. One of them holds the GIL in C code, and would do so for longer.
 HOLDS_GIL = """
 import sys
-from functools import partial
 from pathlib import Path
 
 from helpers import hanging
+from helpers.command import until
+from lightning_perf.run import attempts
 
-module = hanging.Hangs(partial(hanging.hold_gil, 100), int(sys.argv[2]))
-hanging.fit(Path(sys.argv[1]), module, action="abort", strategy="ddp", devices=3)
+attempts.FIRST, folder = 0.05, Path(sys.argv[1])
+
+
+def hold():
+    until(lambda: [*folder.glob("*/summary.json")])
+    hanging.hold_gil(100)
+
+
+module = hanging.Hangs(hold, int(sys.argv[2]))
+hanging.fit(folder, module, action="abort", strategy="ddp", devices=3)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rank", "code"), [(0, -signal.SIGKILL), (1, 75)])
 def test_abort_ends_a_rank_that_does_not_answer(tmp_path: Path, rank: int, code: int) -> None:
-    """Under Lightning's launcher; none of the ranks stays, which would keep the output open."""
+    """Under Lightning's launcher; none of the ranks stays, which would keep the output open.
+
+    The summary has the hang, also if it is that of a rank 0 that cannot write it.
+    """
     began = time.monotonic()
     done = _run(HOLDS_GIL, tmp_path, str(rank))
     assert done.returncode == code, done.stderr[-2000:]
     assert time.monotonic() - began < 70
+    (path,) = tmp_path.glob("*/summary.json")
+    summary = read_summary(path)
+    assert summary["status"] == "running"
+    assert [hang["ranks"] for hang in summary["hangs"]] == [[rank]]
+    assert f"rank {rank} runs no Python: C code holds the GIL" in summary["hangs"][0]["text"]
 
 
 #: Rank 1 hangs after the training of rank 0, whose process has work to do for longer than that.

@@ -154,6 +154,20 @@ def test_checkpoints_at_the_best_interval_are_advised() -> None:
     assert "advised_interval" not in goodput(often)
 
 
+def test_the_interval_between_checkpoints_ends_with_the_last_one_of_an_attempt() -> None:
+    """Steps after it belong to no interval; older files do not say when it was."""
+    job = [
+        attempt(1, 0, 3610, saves=2, saved=2000.0),
+        resumed(2, 3700, 4610, 2000, saves=0),
+        resumed(3, 5000, 7310, 2000, saves=2, saved=4000.0, status="finished"),
+    ]
+    assert goodput(job)["checkpoint_interval"] == 1000
+    assert "checkpoint_interval" not in goodput([job[1]])
+    old = asdict(replace(job[0], saved=0.0))
+    del old["saved"]
+    assert goodput([attempt_of(old)])["checkpoint_interval"] == 1800
+
+
 def test_a_short_training_is_not_commented() -> None:
     """Its set-up is most of it."""
     assert [*texts(goodput([attempt(1, 0, 100)]))] == []

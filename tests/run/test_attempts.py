@@ -171,6 +171,56 @@ def test_a_run_that_is_preempted_between_checkpoints_repeats_its_steps(
     assert found["checkpoint_interval"] > 5 * STEP
 
 
+def killed_between_signs(folder: Path) -> None:
+    """An attempt that is killed before any sign of life but that of its checkpoint."""
+    attempts.FIRST = attempts.INTERVAL = summary.REFRESH = 1000.0
+    journal = Journal(folder / "journal.jsonl", EVERY + 2, kill)
+    journal.note("start")
+    saving = ModelCheckpoint(folder / "saved", every_n_train_steps=EVERY, save_top_k=-1)
+    options: dict[str, Any] = {"enable_checkpointing": True, "logger": False}
+    trainer(folder, Timings(), journal, saving, **options).fit(Slow())
+
+
+def test_a_checkpoint_is_a_sign_of_life(fork_server: ForkServer, tmp_path: Path) -> None:
+    """A process is killed some steps after it: the next one knows when it was, and counts it."""
+    assert fork_server.run(tmp_path, killed_between_signs, tmp_path).code == -signal.SIGKILL
+    ((killed,),) = recorded(tmp_path).values()
+    assert killed["saves"] == 1
+    assert fork_server.run(tmp_path, attempt, tmp_path, 0, kill, resume=True).code == 0
+    hand, found = by_hand(tmp_path / "journal.jsonl"), newest(tmp_path)["goodput"]
+    assert found["attempts"] == 2
+    # The first attempt saved once, and the second one four times: 12, 18, 24 and 30.
+    step = (hand["kept"] + hand["repeated"]) / (32 + hand["steps_repeated"])
+    assert found["checkpoint_interval"] == pytest.approx(EVERY * step, rel=0.2)
+
+
+def test_signs_of_life_of_checkpoints_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many checkpoints, the first one is written at once, and one job waits for the others."""
+    monkeypatch.setattr(attempts, "FIRST", 1000.0)
+    noted: list[int] = []
+    note = attempts.AttemptLog.note
+
+    def counted(log: attempts.AttemptLog, run: Any) -> None:
+        note(log, run)
+        noted.append(log._saves)
+
+    class Waits(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                until(lambda: noted)
+
+    monkeypatch.setattr(attempts.AttemptLog, "note", counted)
+    saving = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
+    options: dict[str, Any] = {"enable_checkpointing": True, "logger": False}
+    trainer(tmp_path, Timings(), Waits(), saving, **options).fit(Small())
+    ((own,),) = recorded(tmp_path).values()
+    assert own["saves"] == 16
+    assert own["saved"] <= own["last"]
+    assert len(noted) == 2  # the second one is that of the end, which writes nothing more
+
+
 # -- whose folder it is ---------------------------------------------------------------------------
 
 
@@ -477,6 +527,7 @@ def test_the_number_of_attempts_is_bounded(tmp_path: Path, monkeypatch: pytest.M
     assert found["kept_seconds"] == pytest.approx(12.0, abs=2.0)
 
 
+@pytest.mark.filterwarnings("ignore:lightning_perf. . more attempts were not written")
 def test_attempts_are_not_written_through_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
