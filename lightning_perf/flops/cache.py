@@ -315,8 +315,11 @@ class FlopCache:
         self._differ = False
         self._changes, self._gap = self._changes + 1, _CHECKED_AFTER
 
-    def predict(self, signature: Signature) -> Counts | None:
-        """Return the predicted FLOPs of a new signature, or None if it must be counted."""
+    def predict(self, signature: Signature, verifies: bool = True) -> Counts | None:
+        """Return the predicted FLOPs of a new signature, or None if it must be counted.
+
+        ``verifies`` is whether it may be counted only to verify the predictions.
+        """
         if len(self.counts) < _MIN_COUNTED or signature in self.counts:
             return None
         # Signatures that the predictor does not cover are counted, and extend the next fit.
@@ -324,7 +327,7 @@ class FlopCache:
             self.fitted_at = len(self.counts)
             self.predictor = fit(self.counts)
         self._unverified += 1
-        verifies = self._unverified > _VERIFIED and not self.full
+        verifies = verifies and self._unverified > _VERIFIED and not self.full
         if self.predictor is None or verifies or not within(signature, self.counts):
             return None
         return self.predictor.predict(signature)

@@ -54,8 +54,9 @@ _WITH_CALLS = 15
 COUNTING = "lightning_perf.count_flops"
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
-#: Counting known batches on a shadow may take these seconds, plus this share of the training time.
-FREE_SECONDS, _SHARE = 2.0, 0.02
+#: Counting on a shadow may take these seconds, plus this share of the training time. So many shapes
+#: are counted in any case: the first batch of a stage has no part in MFU.
+FREE_SECONDS, _SHARE, _LEAST_SHAPES = 0.5, 0.02, 2
 #: CPU time of a forked count, and more per submodule: ten times what blocks of transformers take.
 _SECONDS, _SECONDS_PER_PART = 5.0, 0.05
 #: Batches of a stage in whose transfer FLOPs are looked for.
@@ -78,12 +79,12 @@ class FlopMeter:
 
     The module's ``flops_per_batch`` takes precedence in training. Otherwise each new signature of
     input shapes is counted on the real batch while it runs; a compiled module is counted on a fake
-    copy, so that it stays compiled. Some batches of known signatures are counted again, because
-    those of a model with random structure differ; a counted batch has its own FLOPs, others have
-    the mean. Counting is repeated when layers are frozen or unfrozen between epochs, when an epoch
-    runs no backward, or when the start of an epoch or one batch in 40 to 200 shows another cost.
-    After enough signatures, the FLOPs of new ones are predicted. Data loaders of validation are
-    counted by themselves.
+    copy, so that it stays compiled, in a limited time. Some batches of known signatures are counted
+    again, because those of a model with random structure differ; a counted batch has its own FLOPs,
+    others have the mean. Counting is repeated when layers are frozen or unfrozen between epochs,
+    when an epoch runs no backward, or when the start of an epoch or one batch in 40 to 200 shows
+    another cost. After enough signatures, the FLOPs of new ones are predicted. Data loaders of
+    validation are counted by themselves.
 
     Batches of one shape have kinds: with automatic optimization by how often the step ran, which
     multiplies its FLOPs; with manual optimization by the optimizers that stepped, and by how often
@@ -272,7 +273,8 @@ class FlopMeter:
 
     def _find_cost(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         """Predict the cost of a batch with a new signature, or start counting it."""
-        predicted = cache.predict(self._signature)
+        spent = self._shadow_spent(cache)
+        predicted = cache.predict(self._signature, verifies=not spent)
         if predicted is not None:
             self.work = self.peaks.cost_of(predicted)
             cache.store(self._signature, self.work)
@@ -286,21 +288,25 @@ class FlopMeter:
         elif compat.is_profiled():  # its trace would have each counted operator twice
             self.work = cache.known(self._signature)
             self._profiled += self.work is None
+        elif spent:  # without FLOPs if its shape is new: MFU leaves it out
+            self.work = cache.known(self._signature)
         elif self._compiled:
-            self.work = cache.known(self._signature) if self._shadow_spent else None
-            if self.work is None:
-                self._count_on_shadow(cache, batch, arguments)
+            self._count_on_shadow(cache, batch, arguments)
         else:
             strategy, counter = self._trainer.strategy, FlopCounter()
             self._backwards.wrap_in_context(strategy, "backward", self._in_backward)
             # Last, because nothing would stop it after an error above.
             self.counting = _Counting(counter)
 
-    @property
-    def _shadow_spent(self) -> bool:
-        """Whether counting on shadows has used up its time for now."""
-        allowed = FREE_SECONDS + _SHARE * (self.began - self._shadow_began)
-        return self._shadow_seconds > allowed
+    def _shadow_spent(self, cache: FlopCache) -> bool:
+        """Whether counting on shadows has used up its time for now, and the batch can do without.
+
+        Its shape is known, or others are.
+        """
+        allowed = FREE_SECONDS + _SHARE * max(self.began - self._shadow_began, 0.0)
+        spent = self._compiled and self._shadow_seconds > allowed
+        enough = len(cache.counts) >= _LEAST_SHAPES
+        return spent and (enough or cache.known(self._signature) is not None)
 
     def _in_backward(self) -> AbstractContextManager[Any]:
         if self.counting is not None and self._cache is not None and compat.is_profiled():

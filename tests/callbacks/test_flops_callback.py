@@ -27,9 +27,11 @@ from lightning_perf import (
     SpeedMonitor,
     SystemMetrics,
     Timings,
+    Window,
+    WindowCallback,
 )  # fmt: skip
 from lightning_perf.background import wait_until
-from lightning_perf.flops import measure
+from lightning_perf.flops import cache, measure
 from lightning_perf.flops.peaks import BatchCost, Peak, PeakResolver, resolve_peak
 from lightning_perf.run import flop_meter
 from lightning_perf.run.batches import BatchRecord, BatchTotals
@@ -267,6 +269,76 @@ def test_counts_of_a_compiled_module_take_a_limited_time(
     assert flops.metrics["batch_flops"] == 4 * 2 * (8 + 8)
     spent = max(seconds for _, seconds in records.of("timings/callbacks"))
     assert spent > 0.3 * (least == 1)
+
+
+class Lengths(Small):
+    """A compiled module, and batches of given lengths."""
+
+    def __init__(self, lengths: list[int], slow: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.net = torch.compile(Net(), backend="eager", dynamic=True)
+        self.lengths, self.slow = lengths, slow
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.03 * (len(batch[0]) in self.slow))
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        rows = [(torch.ones(n, 8), torch.ones(n, 1)) for n in self.lengths]
+        return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+
+class Whole(WindowCallback):
+    """Keeps the sums of the whole training."""
+
+    columns = ("batch/seconds", "flops/seconds", "flops/batches", "flops/uncounted_batches")
+
+    def __init__(self) -> None:
+        super().__init__(schedule=Never())
+
+    def on_window(self, window: Window) -> None:
+        self.sums = [window.total(name) for name in self.columns]
+
+
+@pytest.mark.parametrize("free", [0.0, inf])
+def test_new_shapes_of_a_compiled_module_are_counted_in_a_limited_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Records, free: float
+) -> None:
+    """Two are counted in any case; then MFU leaves out batches of others, with their time."""
+    monkeypatch.setattr(flop_meter, "FREE_SECONDS", free)
+    monkeypatch.setattr(flop_meter, "_SHARE", 0.0)
+    lengths, whole = [3, 4, 5, 6] * 4, Whole()
+    flops = Flops(schedule="1ba", peak_flops=1e9)
+    trainer(tmp_path, flops, whole, logger=records).fit(Lengths(lengths, slow=(5, 6)))
+    known = (3, 4) if free == 0.0 else (3, 4, 5, 6)
+    steps = [step for step, length in enumerate(lengths) if length in known]
+    assert records.of("batch_flops") == [(step, 2 * 2 * 8 * lengths[step]) for step in steps]
+    seconds, flops_seconds, batches, uncounted = whole.sums
+    assert (batches, uncounted) == (len(steps) - 1, 16 - len(steps))
+    assert flops_seconds <= seconds - 0.03 * uncounted
+
+
+def test_predictions_for_a_compiled_module_are_verified_when_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Records
+) -> None:
+    """Without time to count a batch on a shadow, it has the predicted FLOPs."""
+    monkeypatch.setattr(cache, "_VERIFIED", 1)
+    monkeypatch.setattr(flop_meter, "_SHARE", 0.0)
+    counts = []
+    count = flop_meter.FlopMeter._run_shadow
+
+    def limited(*args: Any) -> Any:
+        counts.append(1)
+        if len(counts) == 16:
+            monkeypatch.setattr(flop_meter, "FREE_SECONDS", 0.0)
+        return count(*args)
+
+    monkeypatch.setattr(flop_meter.FlopMeter, "_run_shadow", limited)
+    lengths = [*range(4, 36, 2), *range(5, 35, 2)]
+    flops = Flops(schedule="1ba", peak_flops=1e9)
+    trainer(tmp_path, flops, logger=records).fit(Lengths(lengths))
+    assert [value for _, value in records.of("batch_flops")] == [2 * 2 * 8 * n for n in lengths]
+    assert len(counts) == 16
 
 
 def test_a_declaration_that_raises_is_reported_once(tmp_path: Path) -> None:
