@@ -454,21 +454,23 @@ class Signals:
         own = sum(window.own(f"timings/{name}") for window in self.windows)
         return max(own - float(self.phases[:, CATEGORIES.index(name)].sum()), 0.0)
 
+    def events(self, name: str) -> Numbers:
+        """Seconds of each of these events, also of one after the last batch; empty if unknown."""
+        at = self.positions(name)
+        values: Numbers = self.phases[at, CATEGORIES.index(name)]
+        last = self.after_last(name)
+        if self.dropped or (name == "checkpoint" and len(at) == self.saves):
+            return values[:0] if self.dropped else values
+        worked = last > _WORKS * np.median(values) if len(values) else last > 0
+        return np.append(values, last) if worked else values
+
     def set_up(self, name: str) -> SetUp | None:
         """What the first of these events takes beyond later ones; None if it is like them."""
-        if self.dropped or not len(at := self.positions(name)):
-            return None
-        values = self.phases[at, CATEGORIES.index(name)]
-        last = self.after_last(name)
-        if last > _WORKS * np.median(values) and not (
-            name == "checkpoint" and len(at) == self.saves
-        ):
-            values = np.append(values, last)
-        if len(values) < 2:
+        if len(values := self.events(name)) < 2:
             return None
         first, usual = float(values[0]), float(np.median(values[1:]))
         extra = self.nothing
-        extra[self.windows_of(at[:1])] = first - usual
+        extra[self.windows_of(self.positions(name)[:1])] = first - usual
         return SetUp(first, usual, extra) if first > _SET_UP * usual else None
 
     @cached_property

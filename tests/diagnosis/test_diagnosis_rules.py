@@ -756,6 +756,23 @@ def test_a_single_checkpoint_may_not_come_again(saves: int, severity: str) -> No
     assert ("advised_step_seconds" in verdict.evidence) == (saves == 2)
 
 
+@pytest.mark.parametrize(("costs", "severity"), [([1, 1, 1], "critical"), ([0, 0, 3], "info")])
+def test_one_slow_event_of_several_may_not_come_again(costs: list[int], severity: str) -> None:
+    """Whether it is the last checkpoint, or the last call of a hook of epochs."""
+    at = [3, 7, 11]
+    took = {n: 0.01 + cost for n, cost in zip(at, costs, strict=True)}
+    hook = Action("train", "callbacks", "Plots.on_train_epoch_end")
+    calls = [(took.get(n, 0.0), int(n in took)) for n in range(WINDOWS)]
+    named = {hook: calls, Action("train", "dataloader_next", "first fetch"): rarely(0.0, *at)}
+    phases = fine_batches(STEPS)
+    phases[[39, 79], CATEGORIES.index("callbacks")] = took[3], took[7]
+    ended = {"callbacks": took[11]}
+    (called,) = diagnose(signals_of_batches(phases, named=named, ended=ended)).verdicts[:1]
+    (saved,) = diagnose(with_checkpoints({n * BATCHES: took[n] for n in at})).verdicts[:1]
+    assert (called.code, called.severity) == ("callback-bound", severity)
+    assert (saved.code, saved.severity) == ("checkpoint-bound", severity)
+
+
 def test_checkpoints_in_one_part_of_a_run_are_a_cause() -> None:
     """They were written, and are named: where in the run does not make them uncertain."""
     writing = Action("train", "checkpoint", "checkpoint writing (Saver.on_train_batch_end)")
@@ -958,6 +975,11 @@ def test_starts_of_epochs_of_unknown_length_are_no_stalls() -> None:
             "2 new workers or the first indices of sampler Order: set persistent_workers=True in "
             "the DataLoader, or make the sampler start faster, for 53.0 ms per batch instead of "
             "68.2 ms at best.",
+        ),
+        (
+            {"loader": Loader(2, iterable=True)},
+            "2 new workers: set persistent_workers=True in the DataLoader, and prepare in the "
+            "dataset's constructor what its __iter__ does first.",
         ),
         ({"loader": Loader(2), "reloads": True}, "reload_dataloaders_every_n_epochs"),
         ({"loader": Loader(0)}, "Use longer epochs."),

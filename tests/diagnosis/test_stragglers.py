@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.late import PHASES, Late, find
 from helpers.signals import signals_of_ranks
@@ -15,6 +16,7 @@ from helpers.windows import ranks_window, window_of
 from lightning_perf import Window
 from lightning_perf.diagnosis import LATENESS, diagnose
 from lightning_perf.diagnosis.rules.ranks import Straggler, straggler_of, work_of
+from lightning_perf.diagnosis.signals import Signals
 from lightning_perf.timing.totals import CATEGORIES
 
 
@@ -46,6 +48,21 @@ def test_the_late_rank_and_its_phase_are_named(category: str, phase: str, ranks:
     assert (found.rank, found.node, found.phase, found.chronic) == (1, 0, phase, True)
     assert found.seconds == pytest.approx(0.5)
     assert found.share == pytest.approx(5 / 16)
+
+
+@pytest.mark.parametrize(("batches", "severity"), [([35], "info"), ([31, 35, 39], "critical")])
+def test_one_batch_in_which_a_rank_is_late_may_not_come_again(
+    batches: list[int], severity: str
+) -> None:
+    """It is in one window in either case, and takes most of the time."""
+    quiet = signals_of_ranks({}, {}).windows[0]
+    waits = dict.fromkeys((0, 1, 3), 60.0)
+    paused = signals_of_ranks({"forward": {2: 60.0}}, waits, exchange={}).windows[0]
+    steps = np.full(60, 1.1)
+    steps[batches] += 60.0 / len(batches)
+    signals = Signals(windows=[quiet, quiet, quiet, paused, quiet, quiet], steps=steps)
+    (found,) = [each for each in diagnose(signals).verdicts if each.code == "straggler"]
+    assert (found.rank, found.severity) == (2, severity)
 
 
 def test_a_rank_that_validates_longer_is_named_where_values_are_exchanged() -> None:

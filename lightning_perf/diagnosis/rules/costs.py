@@ -29,6 +29,8 @@ _AT_INTERVALS = (".log_metrics", ".save")
 _AT_TIMES = 0.9
 #: Intervals between checkpoints, and sums of seconds, are alike if they differ by this part.
 _ALIKE = 0.2
+#: The number of equal events from which on there is more than one.
+_TWO = 1.5
 #: Methods of a class in a text.
 _LISTED = 5
 #: What follows our hook in the last batch is after its end, by which batches are divided.
@@ -164,9 +166,11 @@ class _Times(NamedTuple):
             return inf if self.period is not None else stats.equal(self.values)
         if calls is None:
             return None
-        if calls == signals.restarts.calls.sum() > 1:
+        windows = signals.steady(seconds)
+        one = len(windows) >= calls and _single(windows)
+        if calls == signals.restarts.calls.sum() > 1 and not one:
             return inf  # in each epoch
-        return min(stats.equal(signals.steady(seconds)), calls)
+        return min(stats.equal(windows), calls)
 
     def described(self) -> tuple[float, str, float] | None:
         """Seconds at a time, how often, and how many times; None without few long batches."""
@@ -276,7 +280,7 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
         "checkpoint", evidence=evidence, advice=advice, whole_run=True, within=within,
         saves=1 - interval / rarer if saves > 1 else None,
-        number=inf if saves > 1 else saves,  # a single one may not come again
+        number=1.0 if saves == 1 or _single(_events(signals, "checkpoint")) else inf,
     )  # fmt: skip
 
 
@@ -294,6 +298,17 @@ def _interval(signals: Signals, saves: float) -> tuple[float, str]:
     if not regular or (len(at) and end - at[-1] > (1 + _ALIKE) * usual):
         return mean, f"{saves:.0f} times in {total}"
     return usual, f"every {counted(round(usual), 'batch')}"
+
+
+def _single(costs: Numbers) -> bool:
+    """Whether one of some events takes most of the time: it may not come again."""
+    return bool(costs.any()) and stats.equal(costs) < _TWO
+
+
+def _events(signals: Signals, name: str) -> Numbers:
+    """Seconds of each validation or checkpoint, without what the first one sets up."""
+    values, first = signals.events(name), signals.set_up(name)
+    return values if first is None else np.append(first.usual, values[1:])
 
 
 def _without_set_up(seconds: Numbers, first: SetUp | None) -> Numbers:
@@ -344,10 +359,10 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
         longer = signals.own_work("validation") - signals.work["validation"].min(axis=1)
         seconds += np.minimum(signals.actions[slowest].seconds, longer)
         within = signals.lost({"validation": seconds})
-    times = len(signals.positions("validation")) + (signals.after_last("validation") > 0)
+    once = _single(_events(signals, "validation"))
     yield Impact(  # too rare for a bootstrap
         seconds, 1.0, culprit, "validation", advice=advice, whole_run=True, on_host=False,
-        highest="warning" if times == 1 else "critical",  # a single one may be slow by its set-up
+        highest="warning" if once else "critical",
         saves=0.5, within=within, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
         },

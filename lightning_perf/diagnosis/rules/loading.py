@@ -386,8 +386,12 @@ def epoch_restart(signals: Signals) -> Iterable[Impact]:
         first = f" or the first indices of {SAMPLER}{loader.sampler}" if loader.sampler else ""
         keep = "set persistent_workers=True in the DataLoader"
         keep += ", or make the sampler start faster" if first else ""
-        advice += f" for {counted(workers, 'new worker')}{first}: {keep}, for {PROMISE} at best."
-        saves = 1 - seconds[0] / float(seconds.sum())  # the first epoch starts them in any case
+        if loader.iterable:  # which workers iterate anew in each epoch, also if they persist
+            keep += ", and prepare in the dataset's constructor what its __iter__ does first"
+        else:
+            keep += f", for {PROMISE} at best"
+            saves = 1 - seconds[0] / float(seconds.sum())  # the first epoch starts them in any case
+        advice += f" for {counted(workers, 'new worker')}{first}: {keep}."
     else:
         advice += ". Use longer epochs."
     if workers:

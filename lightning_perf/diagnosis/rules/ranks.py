@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
-from lightning_perf.diagnosis.signals import STRATEGY, WAITS, Unknown
-from lightning_perf.diagnosis.stats import equal, fewest
+from lightning_perf.diagnosis.signals import STRATEGY, WAITS, WARM_UP, Unknown
+from lightning_perf.diagnosis.stats import equal, fewest, stalls
 from lightning_perf.units import counted, duration, rounded
 
 if TYPE_CHECKING:
@@ -309,6 +309,8 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
         return
     # One that is late often is so by itself.
     again = max(1 - taken, min(certain, fewest(equal(signals.steady(seconds)))))
+    if _is_one_batch(signals, seconds):
+        again = fewest(1)
     who = f"rank {late.rank}"
     evidence: dict[str, float | str] = {
         "waited_seconds": late.seconds,
@@ -325,6 +327,12 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
         certain=1.0 if late.chronic else again, inferred=True,
         within={} if signals.on_device else _by_category(signals, seconds),
     )  # fmt: skip
+
+
+def _is_one_batch(signals: Signals, seconds: Numbers) -> bool:
+    """Whether most of what ranks wait is in one batch, which may not come again."""
+    found = stalls(signals.within_epochs[max(WARM_UP - signals.dropped, 0) :])
+    return len(found.positions) == 1 and bool(found.excess.sum() > seconds.sum() / 2)
 
 
 def _by_category(signals: Signals, seconds: Numbers) -> dict[str, Numbers]:
