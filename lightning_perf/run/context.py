@@ -320,6 +320,8 @@ class RunContext(Run):
             if self.stages.ended:
                 self.stages.settle()
                 self.windows.report(self, True)
+                if not self.nested:  # the callbacks that come next may close loggers
+                    self.deliver(last=True)
         finally:
             self.batches.end_stage(self.stage)
             self.stages.exit()

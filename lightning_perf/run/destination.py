@@ -179,7 +179,7 @@ class Reporting:
     def deliver(self, *, last: bool = False) -> None:
         """Log the metrics of `log_from_worker` to other loggers, on the calling thread.
 
-        At the ``last`` time of a run, slow loggers get all that waits.
+        At the ``last`` time of a stage or a run, slow loggers get all that waits.
         """
         while self._later:
             self._log_to_others(*self._later.popleft())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from statistics import median_low
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,11 @@ from lightning_perf.units import duration
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: A logger is slow if its latest calls take longer on average, and longer altogether: one delayed
-#: call says nothing. In seconds.
-_SLOW, _LEAST = 0.02, 0.1
-#: How many calls are the latest ones.
-_LATEST = 100
+#: A logger is slow if the median of its latest calls takes longer, in seconds. A delayed call alone
+#: says nothing, such as the first one, which may open files.
+_SLOW = 0.02
+#: How many calls are the latest ones: few, since a logger may become slow, or fast again.
+_LATEST = 9
 #: The part of the time for calls of a slow logger.
 _PART = 0.02
 
@@ -32,19 +33,18 @@ class PacedLogger:
         self._logger, self._name = logger, type(logger).__name__
         self._waiting: dict[str, float] = {}
         self._step = 0
-        # Seconds of the latest calls, of which the first one of all may open files, and their end.
+        # Seconds of the latest calls, and when the last one ended.
         self._latest = deque[float](maxlen=_LATEST)
-        self._opened, self._ended = False, 0.0
+        self._ended = 0.0
         self._warned: set[str] = set()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Pass metrics on, now or with a later call."""
         self._step = max(step, self._step) if self._waiting else step
         self._waiting |= metrics
-        seconds = sum(self._latest)
-        per_call = seconds / max(len(self._latest), 1)
-        slow = seconds > _LEAST and per_call > _SLOW
-        if not slow or perf_counter() - self._ended >= per_call / _PART:
+        # The low median of two is the shorter one.
+        per_call = median_low(self._latest) if len(self._latest) > 1 else 0.0
+        if per_call <= _SLOW or perf_counter() - self._ended >= per_call / _PART:
             self.flush()
         else:
             self._warn_once(
@@ -66,9 +66,6 @@ class PacedLogger:
             why = describe(error)
             text = f"{self._name} did not accept metrics ({why}). Training continues."
             self._warn_once("failed", text)
-        if len(self._latest) == 1 and not self._opened:
-            self._opened = True
-            self._latest.clear()
         self._ended = perf_counter()
         self._latest.append(self._ended - began)
 
