@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from lightning_perf.flops.peaks import BatchCost
     from lightning_perf.flops.signature import Signature
 
-#: Shapes that are counted before others are predicted, and at most.
-_MIN_COUNTED, MOST_COUNTED = 16, 64
+#: Shapes that are counted before others are predicted, by whether a count is costly, and at most.
+#: One size that varies needs 6: three coefficients, two counts more, and one that is held out.
+MIN_COUNTED, MOST_COUNTED = {True: 6, False: 16}, 64
 #: Predictions of which one is verified by counting.
 _VERIFIED = 200
 #: Costs that are cached at most.
@@ -84,8 +85,9 @@ class FlopCache:
     _changes: int = 0
     _at_epoch: bool = False
     _gap: int = _CHECKED_AFTER
-    # Batches so far, those that were counted, and the last one that was.
-    _batches: int = 0
+    #: Batches so far.
+    batches: int = 0
+    # Those that were counted, and the last one that was.
     _counted: int = 0
     _last: int = 0
     # The size of the costs that are not known, of batches before a count that showed a change.
@@ -103,8 +105,8 @@ class FlopCache:
 
     def cost(self, signature: Signature) -> BatchCost | None:
         """Return the cost of a signature, or None if it is new or must be counted again."""
-        self._batches += 1
-        due = self._batches > self._due and signature[-1:] != (_FIRST,)
+        self.batches += 1
+        due = self.batches > self._due and signature[-1:] != (_FIRST,)
         if due and signature in self._samples:
             return None
         return self.costs.get(signature)
@@ -127,9 +129,9 @@ class FlopCache:
         known = self._samples.get(own)
         if known and not self._recounting and not self._expected(own, counts):
             changed = abs(_size(counts) - _size(self.mean_of(own)))
-            self._unknown += changed * (self._batches - self._last - 1)
+            self._unknown += changed * (self.batches - self._last - 1)
             self._forget()
-        self._last = self._batches
+        self._last = self.batches
         if not self._samples:
             self._oldest = signature, own
         kept = True
@@ -204,7 +206,7 @@ class FlopCache:
             return 0.0
         costs = [] if self._cycle(key) else [*map(_size, self._used(key))]
         if len(costs) < _CHECKS[0] or _one_way(costs):
-            return self._unknown / max(_size(self.mean_of(key)) * self._batches, 1)
+            return self._unknown / max(_size(self.mean_of(key)) * self.batches, 1)
         return float(np.std(costs, ddof=1) / np.mean(costs) / len(costs) ** 0.5)
 
     def missed(self, signature: Signature, kind: Hashable) -> None:
@@ -212,7 +214,7 @@ class FlopCache:
 
         It is as far away as the last one.
         """
-        own, batch = of_kind(signature, kind), self._batches
+        own, batch = of_kind(signature, kind), self.batches
         last = self._missed.get(own, batch - 1)
         self._missed[own] = batch
         if signature in self._samples and not self._recounting and batch - last <= _FARTHEST:
@@ -231,13 +233,13 @@ class FlopCache:
 
         Its cost is dropped if it must be counted. Where epochs have one batch, it is as any other.
         """
-        single = self._batches - self._before_epoch == 1
-        self._before_epoch = self._batches
+        single = self.batches - self._before_epoch == 1
+        self._before_epoch = self.batches
         samples = [] if self.full or single else self._samples.get(signature, [])
         if not samples or any(one.flops != samples[-1].flops for one in samples[1:]):
             return signature
         signature = (*signature, _FIRST)
-        allowed = _PER_COUNT * self._counted - _FREE <= self._batches < self._due
+        allowed = _PER_COUNT * self._counted - _FREE <= self.batches < self._due
         if allowed and self._firsts < _FIRSTS:
             self.costs.pop(signature, None)
         return signature
@@ -268,7 +270,7 @@ class FlopCache:
     def check(self) -> None:
         """Count one of the next batches, besides those that are due: costs may have changed."""
         if not self._recounting:
-            self._due_later = max(self._due, self._batches + 1)
+            self._due_later = max(self._due, self.batches + 1)
             self._wait(0)
 
     @property
@@ -293,7 +295,7 @@ class FlopCache:
             return False
         if not self._due_later:
             self._changes *= self._at_epoch
-            most = max(int(_UNCHECKED * self._batches), _CHECKED_AFTER)
+            most = max(int(_UNCHECKED * self.batches), _CHECKED_AFTER)
             most = min(2 * self._gap, most, _CHECKED_EVERY[self.manual])
             self._gap = _RANDOM_EVERY if random else most
         return True
@@ -303,8 +305,8 @@ class FlopCache:
 
         What changes all the time must not go unnoticed: not after more than until the first check.
         """
-        late = min(_PER_COUNT * self._counted - _FREE, self._batches + _CHECKED_AFTER)
-        self._due = max(self._batches + batches, late)
+        late = min(_PER_COUNT * self._counted - _FREE, self.batches + _CHECKED_AFTER)
+        self._due = max(self.batches + batches, late)
 
     def _forget(self) -> None:
         """Start anew with what has changed."""
@@ -315,20 +317,26 @@ class FlopCache:
         self._differ = False
         self._changes, self._gap = self._changes + 1, _CHECKED_AFTER
 
-    def predict(self, signature: Signature, verifies: bool = True) -> Counts | None:
+    def predict(
+        self, signature: Signature, costly: bool = False, spent: bool = False
+    ) -> Counts | None:
         """Return the predicted FLOPs of a new signature, or None if it must be counted.
 
-        ``verifies`` is whether it may be counted only to verify the predictions.
+        ``costly`` is whether a count takes long, so that a fit is worth a try after each one. Once
+        the time for counts is ``spent``, predictions are not verified, and reach any size.
         """
-        if len(self.counts) < _MIN_COUNTED or signature in self.counts:
+        known = len(self.counts)
+        if known < MIN_COUNTED[costly] or signature in self.counts:
             return None
         # Signatures that the predictor does not cover are counted, and extend the next fit.
-        if len(self.counts) >= 2 * self.fitted_at:
-            self.fitted_at = len(self.counts)
+        if known > self.fitted_at if costly else known >= 2 * self.fitted_at:
+            self.fitted_at = known
             self.predictor = fit(self.counts)
         self._unverified += 1
-        verifies = verifies and self._unverified > _VERIFIED and not self.full
-        if self.predictor is None or verifies or not within(signature, self.counts):
+        if self.predictor is None:
+            return None
+        verifies = self._unverified > _VERIFIED and not self.full
+        if not spent and (verifies or not within(signature, self.counts)):
             return None
         return self.predictor.predict(signature)
 

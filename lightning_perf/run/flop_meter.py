@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_perf.errors import describe, handled_signals, let_through, warn
-from lightning_perf.flops.cache import MOST_COUNTED, FlopCache, of_kind
+from lightning_perf.flops.cache import MIN_COUNTED, MOST_COUNTED, FlopCache, of_kind
 from lightning_perf.flops.child import can_fork, in_child
 from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.external import COMPILED
@@ -54,9 +54,9 @@ _WITH_CALLS = 15
 COUNTING = "lightning_perf.count_flops"
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
-#: Counting on a shadow may take these seconds, plus this share of the training time. So many shapes
-#: are counted in any case: the first batch of a stage has no part in MFU.
-FREE_SECONDS, _SHARE, _LEAST_SHAPES = 0.5, 0.02, 2
+#: Counting on a shadow may take these seconds, plus this share of the training time. The shapes
+#: from which others are predicted are counted in any case.
+FREE_SECONDS, _SHARE = 0.5, 0.02
 #: CPU time of a forked count, and more per submodule: ten times what blocks of transformers take.
 _SECONDS, _SECONDS_PER_PART = 5.0, 0.05
 #: Batches of a stage in whose transfer FLOPs are looked for.
@@ -71,6 +71,9 @@ _DIFFER = (
     "lightning_perf: the FLOPs of batches of equal shape differ, and only some are counted: those "
     "of the whole run are known to about {:.0%}."
 )
+#: The share of training batches that were not counted for lack of time above which a message
+#: reports it.
+_MOST_LEFT_OUT = 0.1
 _DEFINE = "Define flops_per_batch on the LightningModule to report it."
 
 
@@ -120,15 +123,17 @@ class FlopMeter:
         self._declared = False
         #: The last declared value and its cost.
         self._last_declared: tuple[float, BatchCost] | None = None
-        self._caches: dict[Hashable, FlopCache] = {}
+        # By stage, trainable parameters, data loader and whether there is no backward.
+        self._caches: dict[tuple[Hashable, ...], FlopCache] = {}
         #: The costs of this stage's signatures; None until its next step.
         self._cache: FlopCache | None = None
         self._signature: Signature = ()
         #: The number of the data loader.
         self._loader = 0
         self._warned_unpredictable = self._said_error = False
-        #: Batches that were not counted for a profiler.
-        self._profiled = 0
+        #: Batches that were not counted for a profiler, and training batches without FLOPs for lack
+        #: of time.
+        self._profiled = self._left_out = 0
         #: The names of what runs and has no known FLOPs, as one text: MFU is then a lower bound.
         self.not_counted = ""
         #: The count of the current batch, if its FLOPs are not known.
@@ -184,7 +189,7 @@ class FlopMeter:
                 self._steps.wrap(self._trainer.strategy, "optimizer_step", steps)
 
     def close(self) -> None:
-        """Stop counting and restore the strategy; report once if the FLOPs are known roughly."""
+        """Stop counting and restore the strategy; report once what is not known of the FLOPs."""
         self._stage = ""
         self._stop_counting()
         self._steps.restore()
@@ -194,6 +199,13 @@ class FlopMeter:
             warn(
                 "FLOPs are not counted while torch.profiler records, whose trace would have each "
                 f"operator twice: mfu is not reported. {_DEFINE}"
+            )
+        trained = sum(cache.batches for key, cache in self._caches.items() if key[0] == "train")
+        if self._left_out > _MOST_LEFT_OUT * trained:
+            self._warn_unpredictable(
+                f"the FLOPs of {self._left_out / trained:.0%} of the batches are not known, since "
+                "counting a compiled module takes long: mfu and flops_per_batch are those of the "
+                "others."
             )
         error = max((cache.error for cache in self._caches.values()), default=0.0)
         if error > _MOST_ERROR and not self._said_error:
@@ -274,7 +286,7 @@ class FlopMeter:
     def _find_cost(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
         """Predict the cost of a batch with a new signature, or start counting it."""
         spent = self._shadow_spent(cache)
-        predicted = cache.predict(self._signature, verifies=not spent)
+        predicted = cache.predict(self._signature, self._compiled, spent)
         if predicted is not None:
             self.work = self.peaks.cost_of(predicted)
             cache.store(self._signature, self.work)
@@ -290,6 +302,7 @@ class FlopMeter:
             self._profiled += self.work is None
         elif spent:  # without FLOPs if its shape is new: MFU leaves it out
             self.work = cache.known(self._signature)
+            self._left_out += self.work is None and self._stage == "train"
         elif self._compiled:
             self._count_on_shadow(cache, batch, arguments)
         else:
@@ -305,7 +318,7 @@ class FlopMeter:
         """
         allowed = FREE_SECONDS + _SHARE * max(self.began - self._shadow_began, 0.0)
         spent = self._compiled and self._shadow_seconds > allowed
-        enough = len(cache.counts) >= _LEAST_SHAPES
+        enough = len(cache.counts) >= MIN_COUNTED[True]
         return spent and (enough or cache.known(self._signature) is not None)
 
     def _in_backward(self) -> AbstractContextManager[Any]:
