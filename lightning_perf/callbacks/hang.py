@@ -82,7 +82,7 @@ class Hang(PerfCallback):
 
     def _found(self, hang: dict[str, Any]) -> None:
         self.hangs.append(hang)
-        if self._notifier is not None:
+        if self._notifier is not None and "ended" not in hang:  # else another rank has sent it
             text = f"{self._run_name} hangs: {hang['text']}"
             self._notifier({"event": "hang", "run": self._run_name, **hang, "text": text})
             if self.action == "abort":  # the process ends soon

@@ -660,6 +660,18 @@ def test_a_hang_is_passed_on_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     caplog.clear()  # the warning
 
 
+def test_a_hang_that_another_rank_has_passed_on_is_not_sent_again() -> None:
+    """Rank 0, which ran no Python meanwhile, learns of it when it is over."""
+    events: list[dict[str, Any]] = []
+    hang = Hang(notify=events.append)
+    over = {"text": "rank 0 runs no Python", "began": "now", "ended": "later"}
+    for entry in (over, {"text": "rank 1 has been in forward", "began": "later"}):
+        hang._found(entry)
+    until(lambda: events)
+    assert [event["began"] for event in events] == ["later"]
+    assert [entry["began"] for entry in hang.hangs] == ["now", "later"]
+
+
 def test_a_validation_leaves_the_limit_of_the_batches_after_it(tmp_path: Path) -> None:
     """Only after the last hook of the stage itself, where checkpoints are written, it is longer."""
     ended: list[bool] = []
