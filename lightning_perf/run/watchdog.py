@@ -131,6 +131,7 @@ class Watchdog:
         def end() -> AbstractContextManager[None]:
             ended.set()
             patches.restore()
+            thread.join(1.0)  # at once: tests look for threads that are left
             return nullcontext()
 
         def watch() -> None:
@@ -154,7 +155,8 @@ class Watchdog:
 
         # The last that Lightning calls.
         patches.wrap_in_context(run.trainer.profiler, "describe", end)  # type: ignore[attr-defined]
-        Thread(target=watch, name="lightning_perf end", daemon=True).start()
+        thread = Thread(target=watch, name="lightning_perf end", daemon=True)
+        thread.start()
 
     def _loop(self) -> None:
         sys.setprofile(None)  # as in `Worker`

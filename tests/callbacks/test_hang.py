@@ -641,6 +641,13 @@ class Pausing(Small):
         self.pause()
 
 
+def test_no_thread_is_left_when_fit_returns(tmp_path: Path) -> None:
+    """Test suites look for threads right after it."""
+    trainer(tmp_path, Hang(), logger=Records()).fit(Small())
+    left = [each.name for each in threading.enumerate() if each.name.startswith("lightning_perf")]
+    assert not left
+
+
 def test_a_hang_is_passed_on_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """``notify`` gets the run, the text and the entry of `summary.json`."""
     events: list[dict[str, Any]] = []
