@@ -756,6 +756,18 @@ def test_a_single_checkpoint_may_not_come_again(saves: int, severity: str) -> No
     assert ("advised_step_seconds" in verdict.evidence) == (saves == 2)
 
 
+def test_two_calls_in_one_window_are_two() -> None:
+    """The hook of the second epoch follows the last batch, and that of the first is beside it."""
+    hook = Action("train", "callbacks", "Plots.on_train_epoch_end")
+    first = Action("train", "dataloader_next", "first fetch")
+    named = {hook: [(0.0, 0)] * 11 + [(2.0, 2)], first: rarely(0.0, 0, 11)}
+    phases = fine_batches(STEPS)
+    phases[112, CATEGORIES.index("callbacks")] = 1.0
+    signals = signals_of_batches(phases, named=named, ended={"callbacks": 1.0})
+    (verdict,) = diagnose(signals).verdicts
+    assert (verdict.code, verdict.severity) == ("callback-bound", "critical")
+
+
 @pytest.mark.parametrize(("costs", "severity"), [([1, 1, 1], "critical"), ([0, 0, 3], "info")])
 def test_one_slow_event_of_several_may_not_come_again(costs: list[int], severity: str) -> None:
     """Whether it is the last checkpoint, or the last call of a hook of epochs."""
@@ -832,7 +844,7 @@ def test_a_hook_of_each_epoch_is_no_chance() -> None:
     signals = signals_of(
         {**FINE, "callbacks": window(6, 11, seconds=1.5)},
         named={hook: rarely(1.5, 6, 11), fetch: rarely(0.0, 0, 6), FETCHES: every(0.0)},
-        steps=phases.sum(axis=1), phases=phases, firsts=np.array([0, 60]),
+        steps=phases.sum(axis=1), phases=phases, firsts=np.array([0, 60]), ended={},
     )  # fmt: skip
     (verdict,) = diagnose(signals).verdicts
     assert (verdict.culprit, verdict.severity) == ("Plots.on_train_epoch_end", "critical")

@@ -109,7 +109,7 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         events = calls if calls < 0.5 * signals.steady(signals.counts).sum() else None
         impact = Impact(
             seconds, events, culprit, slowest.category, evidence=evidence, within=within,
-            number=times.number(signals, seconds, events),
+            number=times.number(signals, slowest.category, seconds, events),
         )  # fmt: skip
         yield _Hooks(owner, {row: costs[row] for row in rows}, calls, takes, impact)
 
@@ -157,7 +157,9 @@ class _Times(NamedTuple):
         known = period is not None and period * len(self.long.positions) >= len(self.values) / 2
         return period if known else None
 
-    def number(self, signals: Signals, seconds: Numbers, calls: float | None) -> float | None:
+    def number(
+        self, signals: Signals, category: str, seconds: Numbers, calls: float | None
+    ) -> float | None:
         """The number of events of equal cost, if it may vary, given seconds in each window.
 
         ``calls`` are those of the most costly method, if there are few.
@@ -166,11 +168,10 @@ class _Times(NamedTuple):
             return inf if self.period is not None else stats.equal(self.values)
         if calls is None:
             return None
-        windows = signals.steady(seconds)
-        one = len(windows) >= calls and _single(windows)
-        if calls == signals.restarts.calls.sum() > 1 and not one:
+        events = np.append(signals.by_batch(category), signals.after_last(category))
+        if calls == signals.restarts.calls.sum() > 1 and not _single(events):
             return inf  # in each epoch
-        return min(stats.equal(windows), calls)
+        return min(stats.equal(signals.steady(seconds)), calls)
 
     def described(self) -> tuple[float, str, float] | None:
         """Seconds at a time, how often, and how many times; None without few long batches."""
