@@ -174,6 +174,23 @@ class SetUp(NamedTuple):
     extra: Numbers
 
 
+class Events(NamedTuple):
+    """Validations, or checkpoints."""
+
+    #: The batches that they follow, without one after the last batch.
+    positions: NDArray[np.intp]
+    #: Seconds of each, also of one after the last batch; empty if unknown.
+    seconds: Numbers
+    #: What the first one takes beyond later ones; None if it is like them.
+    set_up: SetUp | None
+
+    @property
+    def usual(self) -> Numbers:
+        """Seconds of each, without what the first one sets up."""
+        first = self.set_up
+        return self.seconds if first is None else np.append(first.usual, self.seconds[1:])
+
+
 class Stalled(NamedTuple):
     """Batches that take far longer than others in one category."""
 
@@ -225,7 +242,7 @@ class Signals:
 
     @property
     def reached(self) -> tuple[int, bool]:
-        """The same, and whether training has ended: what follows the last batch may be long."""
+        """Batches of all windows, and whether the last one has what follows the last batch."""
         return self.batches, bool(self.windows) and self.windows[-1].at_end
 
     @cached_property
@@ -421,9 +438,14 @@ class Signals:
         most = self.by_batch(name) if name in CATEGORIES else self.nothing[:0]
         return max(float(self.counts[0]) * self.per_batch(seconds), float(np.max(most, initial=0)))
 
+    @property
+    def warm_steps(self) -> int:
+        """The number of batches in ``steps`` that are of the warm-up."""
+        return max(WARM_UP - self.dropped, 0)
+
     def by_batch(self, name: str) -> Numbers:
         """Seconds of a category in each batch, warm-up excluded; empty if unknown."""
-        return self.phases[max(WARM_UP - self.dropped, 0) :, CATEGORIES.index(name)]
+        return self.phases[self.warm_steps :, CATEGORIES.index(name)]
 
     @cached_property
     def long(self) -> dict[str, stats.Stalls]:
@@ -435,17 +457,6 @@ class Signals:
         """How often checkpoints were written; infinite if that is not known."""
         return float(self.actions[SAVES].calls.sum()) if SAVES in self.actions else inf
 
-    def positions(self, name: str) -> NDArray[np.intp]:
-        """The batches in which a category has events, such as checkpoints or validations.
-
-        Hooks that write no checkpoint take little time beside those that do, and do not count.
-        """
-        values = self.phases[:, CATEGORIES.index(name)]
-        most = min(self.saves if name == "checkpoint" else inf, float(np.count_nonzero(values)))
-        largest = np.argsort(-values)[: int(most)]
-        level = _WORKS * np.median(values[largest]) if len(largest) else 0.0
-        return np.sort(largest[values[largest] > level])
-
     def after_last(self, name: str) -> float:
         """Seconds of a category after the last batch of training; 0 if they are not known."""
         batches, ended = self.reached
@@ -454,23 +465,35 @@ class Signals:
         own = sum(window.own(f"timings/{name}") for window in self.windows)
         return max(own - float(self.phases[:, CATEGORIES.index(name)].sum()), 0.0)
 
-    def events(self, name: str) -> Numbers:
-        """Seconds of each of these events, also of one after the last batch; empty if unknown."""
-        at = self.positions(name)
-        values: Numbers = self.phases[at, CATEGORIES.index(name)]
-        last = self.after_last(name)
-        if self.dropped or (name == "checkpoint" and len(at) == self.saves):
-            return values[:0] if self.dropped else values
-        worked = last > _WORKS * np.median(values) if len(values) else last > 0
-        return np.append(values, last) if worked else values
+    @cached_property
+    def events(self) -> dict[str, Events]:
+        """The validations and the checkpoints of the run."""
+        return {name: self._events(name) for name in ("validation", "checkpoint")}
 
-    def set_up(self, name: str) -> SetUp | None:
-        """What the first of these events takes beyond later ones; None if it is like them."""
-        if len(values := self.events(name)) < 2:
+    def _events(self, name: str) -> Events:
+        """The events of a category.
+
+        Hooks that write no checkpoint take little time beside those that do, and do not count.
+        """
+        values = self.phases[:, CATEGORIES.index(name)]
+        most = min(self.saves if name == "checkpoint" else inf, float(np.count_nonzero(values)))
+        largest = np.argsort(-values)[: int(most)]
+        level = _WORKS * np.median(values[largest]) if len(largest) else 0.0
+        at = np.sort(largest[values[largest] > level])
+        if self.dropped:
+            return Events(at, values[:0], None)
+        seconds: Numbers = values[at]
+        last, complete = self.after_last(name), name == "checkpoint" and len(at) == self.saves
+        if not complete and last > (_WORKS * np.median(seconds) if len(at) else 0.0):
+            seconds = np.append(seconds, last)
+        return Events(at, seconds, self._set_up(at, seconds))
+
+    def _set_up(self, at: NDArray[np.intp], seconds: Numbers) -> SetUp | None:
+        if len(seconds) < 2:
             return None
-        first, usual = float(values[0]), float(np.median(values[1:]))
+        first, usual = float(seconds[0]), float(np.median(seconds[1:]))
         extra = self.nothing
-        extra[self.windows_of(self.positions(name)[:1])] = first - usual
+        extra[self.windows_of(at[:1])] = first - usual
         return SetUp(first, usual, extra) if first > _SET_UP * usual else None
 
     @cached_property
@@ -642,7 +665,7 @@ class Signals:
         Batches with more FLOPs are left out, and categories with rules of their own.
         """
         steps = self.within_epochs.copy()
-        steps[: max(WARM_UP - self.dropped, 0)] = np.nan
+        steps[: self.warm_steps] = np.nan
         if not np.isfinite(steps).any():
             return []
         if np.isfinite(self.flops).any() and self.flops.any():

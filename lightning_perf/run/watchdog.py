@@ -131,7 +131,7 @@ class Watchdog:
         def end() -> AbstractContextManager[None]:
             ended.set()
             patches.restore()
-            thread.join(1.0)  # at once: tests look for threads that are left
+            thread.join(1.0)  # it ends at once; test suites look for threads that are left
             return nullcontext()
 
         def watch() -> None:

@@ -7,7 +7,7 @@ from statistics import median_low
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from lightning_perf.errors import describe, let_through, warn
+from lightning_perf.errors import WarningDigest, describe, let_through
 from lightning_perf.units import duration
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class PacedLogger:
         # Seconds of the latest calls, and when the last one ended.
         self._latest = deque[float](maxlen=_LATEST)
         self._ended = 0.0
-        self._warned: set[str] = set()
+        self._digest = WarningDigest()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Pass metrics on, now or with a later call."""
@@ -47,7 +47,7 @@ class PacedLogger:
         if per_call <= _SLOW or perf_counter() - self._ended >= per_call / _PART:
             self.flush()
         else:
-            self._warn_once(
+            self._digest.once(
                 "slow",
                 f"{self._name} takes {duration(per_call)} per call. lightning_perf calls it less "
                 f"often, in {_PART:.0%} of the time at most, each time with the latest values.",
@@ -65,11 +65,6 @@ class PacedLogger:
             let_through(error)
             why = describe(error)
             text = f"{self._name} did not accept metrics ({why}). Training continues."
-            self._warn_once("failed", text)
+            self._digest.once("failed", text)
         self._ended = perf_counter()
         self._latest.append(self._ended - began)
-
-    def _warn_once(self, what: str, text: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            warn(text)

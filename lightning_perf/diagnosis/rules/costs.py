@@ -29,7 +29,7 @@ _AT_INTERVALS = (".log_metrics", ".save")
 _AT_TIMES = 0.9
 #: Intervals between checkpoints, and sums of seconds, are alike if they differ by this part.
 _ALIKE = 0.2
-#: The number of equal events from which on there is more than one.
+#: The number of events of equal cost below which one of them takes most of the time.
 _TWO = 1.5
 #: Methods of a class in a text.
 _LISTED = 5
@@ -168,9 +168,10 @@ class _Times(NamedTuple):
             return inf if self.period is not None else stats.equal(self.values)
         if calls is None:
             return None
-        events = np.append(signals.by_batch(category), signals.after_last(category))
-        if calls == signals.restarts.calls.sum() > 1 and not _single(events):
-            return inf  # in each epoch
+        if calls == signals.restarts.calls.sum() > 1:
+            by_batch = np.append(signals.by_batch(category), signals.after_last(category))
+            if not _single(by_batch):
+                return inf  # in each epoch
         return min(stats.equal(signals.steady(seconds)), calls)
 
     def described(self) -> tuple[float, str, float] | None:
@@ -252,7 +253,8 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
         return
     # With save_last=True or two callbacks several files are written at once.
     saves = max(min(signals.saves, float(signals.total(writes).calls.sum())), 1.0)
-    own = _without_set_up(signals.total(rows).seconds, signals.set_up("checkpoint"))
+    events = signals.events["checkpoint"]
+    own = _without_set_up(signals.total(rows).seconds, events.set_up)
     within = signals.lost({"checkpoint": own})
     seconds = sum(within.values(), signals.nothing)
     per_checkpoint = float(own.sum() / saves)
@@ -281,7 +283,7 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
         seconds, saves, slowest.removeprefix("checkpoint writing (").removesuffix(")"),
         "checkpoint", evidence=evidence, advice=advice, whole_run=True, within=within,
         saves=1 - interval / rarer if saves > 1 else None,
-        number=1.0 if saves == 1 or _single(_events(signals, "checkpoint")) else inf,
+        number=1.0 if saves == 1 or _single(events.usual) else inf,
     )  # fmt: skip
 
 
@@ -290,7 +292,7 @@ def _interval(signals: Signals, saves: float) -> tuple[float, str]:
     total, mean = counted(signals.batches, "batch"), signals.batches / saves
     if saves == 1:
         return mean, f"once in {total}"
-    at, end = signals.positions("checkpoint"), len(signals.phases)
+    at, end = signals.events["checkpoint"].positions, len(signals.phases)
     if not signals.dropped and len(at) == saves - 1:
         at = np.append(at, end - 1)  # the last one follows the last batch
     gaps = np.diff(at)
@@ -306,12 +308,6 @@ def _single(costs: Numbers) -> bool:
     return bool(costs.any()) and stats.equal(costs) < _TWO
 
 
-def _events(signals: Signals, name: str) -> Numbers:
-    """Seconds of each validation or checkpoint, without what the first one sets up."""
-    values, first = signals.events(name), signals.set_up(name)
-    return values if first is None else np.append(first.usual, values[1:])
-
-
 def _without_set_up(seconds: Numbers, first: SetUp | None) -> Numbers:
     """Seconds of events without what the first of them sets up, which is part of the warm-up."""
     return seconds if first is None else np.maximum(seconds - first.extra, 0.0)
@@ -321,8 +317,8 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     """Validation takes long; the culprit is its largest part."""
     if not signals.spent["validation"].any():
         return
-    first = signals.set_up("validation")
-    seconds = _without_set_up(signals.shared("validation"), first)
+    events = signals.events["validation"]
+    seconds = _without_set_up(signals.shared("validation"), events.set_up)
     within = {"validation": seconds}
     # Checkpoints that are written meanwhile are apart.
     rows = [r for r in signals.actions if r.stage == "validate" and r.category != "checkpoint"]
@@ -347,7 +343,7 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
     slowest = max(named, key=signals.seconds, default=None)
     if phase not in COMPUTE and slowest and signals.seconds(slowest) > costs[phase] / 2:
         culprit, calls = slowest.name, float(signals.actions[slowest].calls.sum())
-        took = _without_set_up(signals.actions[slowest].seconds, first).sum()
+        took = _without_set_up(signals.actions[slowest].seconds, events.set_up).sum()
         takes = f"{culprit} takes {duration(float(took) / max(calls, 1.0))} per call"
         remedy = ": do its work less often."
         if culprit.partition(".")[0].endswith(STRATEGY):
@@ -360,10 +356,9 @@ def validation_bound(signals: Signals) -> Iterable[Impact]:
         longer = signals.own_work("validation") - signals.work["validation"].min(axis=1)
         seconds += np.minimum(signals.actions[slowest].seconds, longer)
         within = signals.lost({"validation": seconds})
-    once = _single(_events(signals, "validation"))
     yield Impact(  # too rare for a bootstrap
         seconds, 1.0, culprit, "validation", advice=advice, whole_run=True, on_host=False,
-        highest="warning" if once else "critical",
+        highest="warning" if _single(events.usual) else "critical",
         saves=0.5, within=within, evidence={
             "mostly": phase, "windows_with_validation": float(np.count_nonzero(seconds)),
         },

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
-from lightning_perf.diagnosis.signals import STRATEGY, WAITS, WARM_UP, Unknown
+from lightning_perf.diagnosis.signals import STRATEGY, WAITS, Unknown
 from lightning_perf.diagnosis.stats import equal, fewest, stalls
 from lightning_perf.units import counted, duration, rounded
 
@@ -331,7 +331,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
 
 def _is_one_batch(signals: Signals, seconds: Numbers) -> bool:
     """Whether most of what ranks wait is in one batch, which may not come again."""
-    found = stalls(signals.within_epochs[max(WARM_UP - signals.dropped, 0) :])
+    found = stalls(signals.within_epochs[signals.warm_steps :])
     return len(found.positions) == 1 and bool(found.excess.sum() > seconds.sum() / 2)
 
 

@@ -106,7 +106,7 @@ def warmup(signals: Signals, share: float, seconds: float, ratio: float) -> Iter
 def _first_events(signals: Signals, least: float) -> Iterable[Impact]:
     """What the first validation and the first checkpoint take beyond later ones."""
     for name in ("validation", "checkpoint"):
-        found = signals.set_up(name)
+        found = signals.events[name].set_up
         if found is not None and found.extra.sum() >= least:
             advice = (
                 f"The first {name} takes {duration(found.first)}, the others "
@@ -203,7 +203,7 @@ def periodic_stall(signals: Signals, fewest: int, alike: float) -> Iterable[Impa
 
 
 def _last_batch(signals: Signals) -> Iterable[Impact]:
-    """What a batch took that an exception or Ctrl-C ended, or the fetch after the last one."""
+    """The batch that an exception or Ctrl-C ended, or the fetch after the last batch."""
     for phase in ("dataloader_next", "to_device", *COMPUTE):
         if (took := signals.after_last(phase)) >= _LONG:
             seconds = signals.nothing
