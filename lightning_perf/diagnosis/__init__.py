@@ -50,7 +50,7 @@ __all__ = [
 
 #: When a rank is a straggler, also in `Timings`.
 LATENESS = ranks.Lateness(chronic=0.7, fewest=3, share=0.05, once=0.10, explained=0.8)
-_GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0, continues=0.4, samples=8)
+_GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0, continues=0.4, samples=6)
 _WORKERS = loading.Workers(busy=60.0, per_cpu=4, first=0.02, more=0.10, contested=0.17, named=20.0)
 _IDLING = machine.Idling(idle=0.3, computing=0.7, waiting=0.05)
 _logger_bound = partial(costs.logger_bound, named=0.8, aim=0.0125, left=4, follows=(0.5, 8.0))

@@ -464,7 +464,7 @@ def test_rules_are_unknown_if_a_signal_is_missing() -> None:
         "compute-bound": "the MFU needs SpeedMonitor or Flops, and FLOPs that can be counted",
     }
     short = signals_of(FINE, windows=6, columns={"memory/rss_level": [1e9] * 6})
-    why = "memory has 1 sample after the warm-up, and a trend needs 8"  # equal reasons are merged
+    why = "memory has 1 sample after the warm-up, and a trend needs 6"  # equal reasons are merged
     assert diagnose(short).abstained["host-memory-growth"] == why
 
 
