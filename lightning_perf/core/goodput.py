@@ -45,7 +45,7 @@ class Attempt:
     #: When the process started, and its last sign of life, since the epoch.
     began: float
     seen: float
-    #: From the start of the process to its first batch.
+    #: From the start of the process to its first batch, whose loading is included.
     setup: float
     #: Seconds of steps, without checkpoints and stalls: of the checkpoint that it resumed, at the
     #: first batch, and at the end of the last batch.

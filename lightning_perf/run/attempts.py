@@ -112,6 +112,8 @@ class AttemptLog:
         self._looking = RLock()  # a signal may end the run within it
         self._trained = self._saving = self._saving_before = 0.0
         self._stalls = self._stalled = 0.0
+        # Seconds that training waited for its first batch; None until that starts.
+        self._waited: float | None = None
         # Seconds of the last batches, as far as they were seen before their ends.
         self._unfinished, self._lasted = 0.0, deque([0.0, 0.0], 2)
 
@@ -149,6 +151,19 @@ class AttemptLog:
         self._continue_job(run, root.path)
         self._note_job(run)
         self._submit(self.beat, run, FIRST)
+
+    def start(self, run: Trained) -> None:
+        """The first batch starts: the wait for it is part of the set-up."""
+        if self._same and self._waited is None:
+            with self._looking:
+                now = perf_counter()
+                self._waited = now - run.progress.stages["train"].mark
+                self._same["setup"] = self._since_start(now)
+                self._same["first"] += self._waited
+
+    def _since_start(self, now: float) -> float:
+        """Seconds since the process started."""
+        return max(self._wall + now - float(self._same["began"]), 0.0)
 
     def _continue_job(self, run: Trained, root: Path) -> None:
         """Find the earlier attempts of this job.
@@ -261,8 +276,9 @@ class AttemptLog:
                 self._lasted.append(self._unfinished)
             self._saving = saving
             unfinished = current = 0.0
-            if run.stage and status != FINISHED:
-                unfinished = max(now - counters.mark - validating, 0.0)
+            if run.stage and status != FINISHED and self._waited is not None:
+                unfinished = now - counters.mark - validating
+                unfinished = max(unfinished - (0.0 if counters.batches else self._waited), 0.0)
                 # Checkpoints are written before the first batch after them.
                 current = min(saving - self._saving_before, unfinished)
                 unfinished -= current
@@ -272,8 +288,11 @@ class AttemptLog:
                 self._stalled = max(self._stalled, unfinished)
             run.progress.paused_seconds = self._paused + saving - current + self._stalls
             validating += run.progress.validation_seconds - self._validated - within
+            same = self._same
+            if self._waited is None:
+                same = {**same, "setup": self._since_start(now)}
             return Attempt(
-                **self._same, status=status, seen=self._wall + now,
+                **same, status=status, seen=self._wall + now,
                 last=self._trained - run.progress.paused_seconds, unfinished=unfinished,
                 stalls=self._stalls, validation=max(validating, 0.0),
                 checkpoints=saving + within, saves=self._saves, saved=self._covered,

@@ -11,6 +11,8 @@ from lightning_perf.errors import let_through
 from lightning_perf.run.compat import Callback
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lightning.pytorch import Trainer
 
     from lightning_perf.run.context import RunContext
@@ -90,11 +92,10 @@ class FirstHooks(_Hooks):
             return
         run.begin(stage)
         self._before = [each for each in run.members if each.overrides("before_batch")]
-        setattr(
-            self,
-            f"on_{word}_batch_start",
-            partial(self._batch_start, stage) if self._before else None,
-        )
+        start = partial(self._batch_start, stage) if self._before else None
+        if stage == "train":
+            start = partial(self._first_start, start)
+        setattr(self, f"on_{word}_batch_start", start)
         self._after[stage] = [
             (f"[Callback]{each.state_key}.on_{word}_batch_end", each)
             for each in run.members
@@ -123,6 +124,13 @@ class FirstHooks(_Hooks):
     def on_train_epoch_end(self, *_: object) -> None:
         if self._run.stage == "train":
             self._run.advance(self._run.end_epoch)
+
+    def _first_start(self, start: Callable[..., None] | None, *arguments: Any) -> None:
+        """The first batch of a fit starts; ``start`` is the hook of the others."""
+        vars(self)["on_train_batch_start"] = start
+        self._run.start_batches()
+        if start is not None:
+            start(*arguments)
 
     def _batch_start(self, stage: str, *arguments: Any) -> None:
         run, batch = self._run, arguments[2]

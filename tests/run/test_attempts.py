@@ -194,6 +194,20 @@ def test_a_checkpoint_is_a_sign_of_life(fork_server: ForkServer, tmp_path: Path)
     assert found["checkpoint_interval"] == pytest.approx(EVERY * step, rel=0.2)
 
 
+def test_the_wait_for_the_first_batch_is_set_up(tmp_path: Path) -> None:
+    """As that for the start of workers, or for a cache."""
+
+    class SlowStart(Small):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            time.sleep(0 if self.global_step else 1.0)
+            return batch
+
+    trainer(tmp_path, Timings(), logger=False).fit(SlowStart())
+    found = newest(tmp_path)["goodput"]
+    assert found["losses"]["setup"] > 1
+    assert found["kept_seconds"] < 1 < found["seconds"]
+
+
 def test_signs_of_life_of_checkpoints_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
