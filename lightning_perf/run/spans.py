@@ -82,6 +82,8 @@ _CATEGORIES = {
 }  # fmt: skip
 #: Hooks that do work even if the user does not override them.
 _ALWAYS_ACTIVE = {"optimizer_step", "lr_scheduler_step", "on_predict_batch_end"}
+#: Hooks of the module, besides those whose names begin with ``on_``, that have a name of their own.
+_NAMED = ("on_", "configure_gradient_clipping", "optimizer_zero_grad")
 #: Lightning's base classes, whose hooks are empty.
 _EMPTY = {"Callback", "LightningModule", "LightningDataModule", "ModelHooks", "DataHooks"}
 #: Runs only while a checkpoint is written.
@@ -122,7 +124,7 @@ def _module_hook(name: str, hook: str, trainer: Trainer) -> tuple[str, str] | No
     if hook in _CATEGORIES:
         return (_CATEGORIES[hook], hook) if ours or hook in _ALWAYS_ACTIVE else None
     category = "checkpoint" if hook == _SAVE_HOOK else "other"
-    return (category, f"{name}.{hook}") if ours and hook.startswith("on_") else None
+    return (category, f"{name}.{hook}") if ours and hook.startswith(_NAMED) else None
 
 
 def _overrides(owner: object, hook: str) -> bool:

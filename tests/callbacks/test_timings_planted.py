@@ -213,3 +213,28 @@ def test_rows_are_named_by_class_and_method(tmp_path: Path) -> None:
     assert [row.seconds for row in table.values()] == sorted(
         (row.seconds for row in table.values()), reverse=True
     )
+
+
+def test_hooks_of_the_module_within_the_optimizer_s_step_have_their_own_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clipping and zeroing that the module overrides have names of their own."""
+    clock = FakeClock()
+    clock.replace_clocks(monkeypatch)
+
+    class Clipping(Model):
+        def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+            clock.sleep(0.25)
+
+        def optimizer_zero_grad(self, *args: Any) -> None:
+            super().optimizer_zero_grad(*args)
+            clock.sleep(0.5)
+
+    timings = Timings()
+    trainer(tmp_path, timings).fit(Clipping(lambda _: None))
+    table = {row.name: row.seconds for row in timings.table if row.seconds}
+    assert table == {
+        "Clipping.configure_gradient_clipping": 0.25 * BATCHES,
+        "Clipping.optimizer_zero_grad": 0.5 * BATCHES,
+    }
+    assert sum(row["other"] for _, row in rows_of(timings)) == 0.75 * BATCHES
