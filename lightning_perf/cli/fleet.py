@@ -106,6 +106,8 @@ def _where(place: str | None) -> Path | str:
         return Path()
     if Path(place).is_dir():
         return Path(place)
+    if place.endswith(".db") and Path(place).is_file():
+        return f"sqlite:///{place}"
     if re.match(r"\w[\w+.-]*:", place) or place == "databricks":
         return place
     raise Failure(f"{place} is neither a folder nor an address of MLflow")

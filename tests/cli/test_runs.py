@@ -196,13 +196,13 @@ def test_a_summary_of_an_earlier_attempt_does_not_say_what_the_next_one_does(
 
 
 def test_runs_are_selected(client: MlflowClient, experiment: str, capsys: Any) -> None:
-    """By experiment, by time and by number; those of other tools are left out."""
+    """By database, experiment, time and number; those of other tools are left out."""
     other = client.create_experiment("language")
     run = add_run(client, experiment, "old", hours=1, ago=200)
     add_run(client, experiment, "new", hours=2)
     add_run(client, other, "other", hours=3)
     client.create_run(experiment, run_name="of another tool")
-    assert [*shown(capsys)] == ["other", "new", "old"]
+    assert [*shown(capsys)] == [*shown(capsys, "mlflow.db")] == ["other", "new", "old"]
     assert [*shown(capsys, "--experiment", "vision")] == ["new", "old"]
     assert [*shown(capsys, "--experiment", other)] == ["other"]
     assert [*shown(capsys, "--since", "7d")] == ["other", "new"]
