@@ -158,8 +158,6 @@ class SpanRecorder:
             device.wanted = True
             device.floors[GRADIENTS] = self.exchange
         self._patches, self._backward = PatchSet(), PatchSet()
-        # Whether the device waits for other ranks' gradients.
-        self._waiting = False
         #: What `totals` returned last.
         self.latest = Totals({})
         self._wrap()
@@ -214,10 +212,8 @@ class SpanRecorder:
         unmarked = label in _UNMARKED or label.startswith(SAMPLER)
         if self.device is not None and category in _DEVICE and not unmarked:
             # If backward is called within the step, the time before it is forward.
-            if category == "backward":
-                ready = partial(self.device.mark, "forward")
-                return SpanWithCallbacks(clock, what, name, ready, self._end_backward)
-            return SpanWithCallbacks(clock, what, name, None, partial(self.device.mark, category))
+            ready = partial(self.device.mark, "forward") if category == "backward" else None
+            return SpanWithCallbacks(clock, what, name, ready, partial(self.device.mark, category))
         return Span(clock, what, name)
 
     def _begin_epoch(self) -> None:
@@ -243,17 +239,19 @@ class SpanRecorder:
         """From now on, backward waits for the other ranks' gradients."""
         if not getattr(self._trainer.strategy.model, "require_backward_grad_sync", True):
             return False  # they are accumulated
-        if get_ident() == self.clock.thread:
-            self.clock.run("backward", GRADIENTS)
-        if self.device is not None:
-            self.device.mark("backward")
-            self._waiting = True
-        return self.device is None
+        self._divide_backward(GRADIENTS, "backward")
+        return True
 
-    def _end_backward(self) -> None:
-        assert self.device is not None  # the caller's condition
-        self.device.mark(GRADIENTS if self._waiting else "backward")
-        self._waiting = False
+    def _divide_backward(self, following: str, device: str) -> None:
+        """Backward continues under another name; its part on the device so far has one, too."""
+        if get_ident() == self.clock.thread:
+            self.clock.run("backward", following)
+        if self.device is not None:
+            self.device.mark(device)
+
+    def _add_exchange(self, seconds: float) -> None:
+        if self.device is None:  # the device adds its own
+            self.exchange.add(seconds)
 
     def _wrap(self) -> None:
         """Patch methods of Lightning that have no span."""
@@ -268,7 +266,10 @@ class SpanRecorder:
         if trainer.world_size > 1:
             self._time(strategy, "reduce", "reduce_metrics", f"{type(strategy).__name__}.reduce")
             self._time(strategy.model, "_sync_buffers", "forward", BUFFERS)
-            waits = partial(GradientsReady, ready=self._wait, waited=self.exchange.add)
+            ended = partial(self._divide_backward, "backward", GRADIENTS)
+            waits = partial(
+                GradientsReady, ready=self._wait, ended=ended, waited=self._add_exchange
+            )
             self._backward.wrap(strategy, "backward", waits)
         if not module.automatic_optimization:
             self._time(strategy, "backward", "backward", "backward")
@@ -302,26 +303,31 @@ class OwnCalls:
 
 
 class GradientsReady(MethodPatch):
-    """Calls a function in each backward when this rank's gradients are computed.
+    """Calls functions in each backward when this rank's gradients are computed, and the others'.
 
     DDP waits for the other ranks in a function that runs after the backward pass, queued when the
-    last gradient is ready. A hook of the loss, which runs first, queues ours ahead of it.
+    last gradient is ready. A hook of the loss, which runs first, queues ours ahead of it. Ours
+    queues another one, which is then the last. What the user's ``backward`` does next is its own.
 
     Args:
         original: The strategy's ``backward``, which takes the loss first.
-        ready: Returns whether this thread waits now. On a GPU it runs on autograd's thread.
-        waited: Receives the seconds of waiting.
+        ready: Returns whether the rank waits now. On a GPU it runs on autograd's thread.
+        ended: Called when it no longer waits, on the same thread; at the latest at the end.
+        waited: Receives the seconds of waiting, at the end.
     """
 
     def __init__(
         self,
         original: Callable[..., Any],
         ready: Callable[[], bool],
+        ended: Callable[[], None],
         waited: Callable[[float], None],
     ) -> None:
         super().__init__(original)
-        self._ready, self._waited = ready, waited
+        self._ready, self._ended, self._waited = ready, ended, waited
+        # When the current wait began, and the seconds of those before it in this backward.
         self._began: float | None = None
+        self._seconds: float | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the backward."""
@@ -333,9 +339,10 @@ class GradientsReady(MethodPatch):
         finally:
             if hook is not None:
                 hook.remove()
-            began, self._began = self._began, None
-            if began is not None:
-                self._waited(perf_counter() - began)
+            self._reduced()
+            seconds, self._seconds = self._seconds, None
+            if seconds is not None:
+                self._waited(seconds)
 
     def _queue(self, _gradient: object) -> None:
         with suppress(Exception):  # private: no waits are measured without it
@@ -345,6 +352,14 @@ class GradientsReady(MethodPatch):
         with suppress(Exception):  # in C++, an error would end the backward
             if self._ready():
                 self._began = perf_counter()
+                Variable._execution_engine.queue_callback(self._reduced)
+
+    def _reduced(self) -> None:
+        began, self._began = self._began, None
+        if began is not None:
+            with suppress(Exception):
+                self._seconds = (self._seconds or 0.0) + perf_counter() - began
+                self._ended()
 
 
 class SpanCache(dict[Any, "AbstractContextManager[Any]"]):

@@ -13,7 +13,7 @@ from lightning_perf.errors import describe, let_through, warn
 from lightning_perf.timing.totals import Action, Cost, Floor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     #: A batch, the segment of it that has ended, if it is one, and whether the batch has, too.
     _Tag = tuple["DeviceBatchTime", Action | None, bool]
@@ -144,7 +144,7 @@ class DeviceTimer:
         self.stage = ""
         #: Cost of each segment by action, of whole batches that the device has completed.
         self.costs: dict[Action, Cost] = {}
-        #: The minimum time of each batch, for some categories.
+        #: The time of each batch, for some categories.
         self.floors: dict[str, Floor] = {}
 
     @property
@@ -202,12 +202,13 @@ class DeviceTimer:
                 device_time.segments = []
         return not self._events.waiting
 
-    def _add(self, segments: Iterable[tuple[Action, float]]) -> None:
+    def _add(self, segments: Sequence[tuple[Action, float]]) -> None:
         for action, seconds in segments:
             spent, calls = self.costs.get(action, Cost(0.0, 0))
             self.costs[action] = Cost(spent + seconds, calls + 1)
-            if action.category in self.floors:
-                self.floors[action.category].add(seconds)
+        for name, floor in self.floors.items():
+            if parts := [seconds for action, seconds in segments if action.category == name]:
+                floor.add(sum(parts))
 
     def wait(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the device to complete all batches."""

@@ -318,6 +318,22 @@ def test_ranks_without_a_shared_folder_find_each_other(
 
 
 @pytest.mark.slow
+def test_a_rank_that_hangs_in_its_own_backward_is_named(tmp_path: Path) -> None:
+    """After the gradients of all ranks were reduced: it no longer waits for the others."""
+
+    class OwnBackward(Small):
+        def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+            super().backward(loss, *args, **kwargs)
+            if self.global_rank == 1 and self.trainer.fit_loop.total_batch_idx == hanging.BATCH:
+                hanging.sleep()
+
+    with training(tmp_path, OwnBackward(), **RANKS):
+        text = reported(tmp_path)
+    assert f"**rank 1 has been in backward ({line('sleep')}) for " in text
+    assert "; rank 0 waits for it in other Trainer.broadcast_sigterm" in text
+
+
+@pytest.mark.slow
 def test_a_rank_that_has_failed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process still runs, as while a logger sends what it has; the others wait for it."""
 
