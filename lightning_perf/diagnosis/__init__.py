@@ -98,7 +98,7 @@ class Findings:
 
     #: The most costly first, those of ``info`` last. Without a warning the first one is
     #: ``healthy``, unless a cause takes twice its threshold or next to nothing, which is uncertain,
-    #: or the training hung.
+    #: ranks wait for one another, and which rank is late is not known, or the training hung.
     #: Empty if nothing is known.
     verdicts: Sequence[Verdict] = ()
     #: Why rules gave no answer, by their codes.
@@ -131,10 +131,15 @@ def reachable(rules: Sequence[Rule] | None) -> set[str]:
     return {*(rule.code for rule in (RULES if rules is None else rules)), "healthy", *SEVERITIES}
 
 
-def _uncertain(verdict: Verdict) -> bool:
-    """Whether a share may be worth a warning, and is far above its lower bound."""
+def _uncertain(verdict: Verdict, abstained: Mapping[str, str]) -> bool:
+    """Whether a share may be worth a warning, and is far above its lower bound.
+
+    Or whether it is worth one, and its rule cannot name the cause.
+    """
     limits = {rule.code: rule.threshold for rule in RULES if isinstance(rule, FunctionRule)}
     limit, least = limits.get(verdict.code, inf), verdict.evidence.get("lower_bound_share", inf)
+    if verdict.code in abstained and min(verdict.share, float(least)) >= limit:
+        return True
     return verdict.share >= 2 * limit > 2 * float(least)
 
 
@@ -169,7 +174,7 @@ def diagnose(signals: Signals, rules: Sequence[Rule] | None = None) -> Findings:
             abstained[rule.code] = f"the rule failed ({describe(error)})"
     verdicts.sort(key=lambda verdict: (verdict.severity == "info", -verdict.share))
     warned = bool(verdicts) and verdicts[0].severity != "info"
-    if not (warned or signals.hung or any(map(_uncertain, verdicts))):
+    if not (warned or signals.hung or any(_uncertain(each, abstained) for each in verdicts)):
         verdicts.insert(0, _healthy(signals, found=bool(verdicts)))
     return Findings(verdicts, abstained)
 

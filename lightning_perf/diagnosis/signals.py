@@ -14,7 +14,7 @@ from lightning_perf.timing.clock import QUEUE
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -37,15 +37,15 @@ BEFORE = (".on_train_start", ".on_train_epoch_start")
 #: whole wait, and what of it is the exchange itself.
 WAITS = "waits"
 _WAITS = {
-    "other": ("waits/start", "waits/start"),
-    "forward": ("waits/forward", "waits/forward"),
+    "other": ("waits/start", "waits/exchange/start"),
+    "forward": ("waits/forward", "waits/exchange/forward"),
     "backward": ("waits/backward", "waits/exchange"),
     "reduce_metrics": ("timings/reduce_metrics", "timings/reduce_metrics"),
     "validation": ("waits/validation", "waits/validation"),
 }
 #: The same by the GPU's clock.
 _DEVICE_WAITS = {
-    "other": ("waits/device/start", "waits/device/start"),
+    "other": ("waits/device/start", "waits/exchange/start"),
     "backward": ("waits/device/backward", "waits/exchange"),
     "reduce_metrics": _WAITS["reduce_metrics"],
 }
@@ -197,9 +197,9 @@ class Stalled(NamedTuple):
     #: Empty if it is unknown.
     category: str
     stalls: stats.Stalls
-    #: Their excess in each window that no rare event explains. Rare events have names: checkpoints,
-    #: callbacks and loggers that work occasionally, steps of the optimizer after accumulated
-    #: batches, collections, compilations and starts of epochs.
+    #: Their excess in each window that no rare event and no wait for other ranks explains. Rare
+    #: events have names: checkpoints, callbacks and loggers that work occasionally, steps of the
+    #: optimizer after accumulated batches, collections, compilations and starts of epochs.
     excess: Numbers
 
 
@@ -303,14 +303,18 @@ class Signals:
 
         Without the exchange of values itself. Empty if they are not measured.
         """
+        return self._waited(lambda window, wait: window.mean(wait))
+
+    def _waited(self, seconds: Callable[[Window, str], float]) -> dict[str, Numbers]:
+        """The same, given what to take of a column of waiting."""
         if not self.windows or "waits/exchange" not in self.windows[0].columns:
             return {}
         names = _DEVICE_WAITS if self.on_device else _WAITS
         waits = {
-            category: np.array([each.mean(wait) - each.least(least) for each in self.windows])
+            category: np.array([seconds(each, wait) - each.least(least) for each in self.windows])
             for category, (wait, least) in names.items()
         }
-        return {category: np.maximum(seconds, 0.0) for category, seconds in waits.items()}
+        return {category: np.maximum(each, 0.0) for category, each in waits.items()}
 
     @cached_property
     def work(self) -> dict[str, NDArray[np.float64]]:
@@ -691,8 +695,11 @@ class Signals:
         windows = self.windows_of(stalls.positions)
         excess = np.bincount(windows, stalls.excess, len(self.windows)).astype(float)
         rare = self._rare(len(stalls.positions))
-        explained = rare.get(category, 0.0) if category else sum(rare.values(), self.nothing)
-        return Stalled(category, stalls, np.maximum(excess - explained, 0.0))
+        waits = self._waited(lambda window, wait: window.own(wait))
+        waits.pop("validation", None)  # it is between batches
+        for costs in (rare, waits):
+            excess -= costs.get(category, 0.0) if category else sum(costs.values(), self.nothing)
+        return Stalled(category, stalls, np.maximum(excess, 0.0))
 
     @cached_property
     def loading_stalls(self) -> Stalled | None:

@@ -41,6 +41,12 @@ _WAITS = {
     "waits/forward": ("forward", BUFFERS),
     "waits/backward": ("backward", GRADIENTS),
 }
+#: By column of an exchange: the action in which ranks wait for it.
+_EXCHANGES = {
+    "waits/exchange": GRADIENTS,
+    "waits/exchange/start": START,
+    "waits/exchange/forward": BUFFERS,
+}
 _DEVICE_WAITS = {"waits/device/start": START, "waits/device/backward": GRADIENTS}
 #: Keys of torch.cuda.memory_stats_as_nested_dict by Composer's names.
 _MEMORY = {
@@ -123,7 +129,7 @@ class WaitSignal:
         self._recorder, self._node = recorder, node_rank
         self._device = tuple(_DEVICE_WAITS.values()) if recorder.device else ()
         device = tuple(_DEVICE_WAITS) if recorder.device else ()
-        names = "waits/node_rank", "waits/exchange", "waits/validation"
+        names = "waits/node_rank", *_EXCHANGES, "waits/validation"
         self.columns = (*names, *_WAITS, *device)
 
     def totals(self, stage: str) -> Sequence[float]:
@@ -131,11 +137,11 @@ class WaitSignal:
         totals, none = self._recorder.totals(), Cost(0.0, 0)
         host = [totals.costs.get(Action(stage, *action), none) for action in _WAITS.values()]
         device = [totals.device.get(Action(stage, name, "device"), none) for name in self._device]
-        exchange = nested = 0.0
+        exchanges, nested = [0.0] * len(_EXCHANGES), 0.0
         if stage == "train":
-            exchange = self._recorder.exchange.total()
+            exchanges = [self._recorder.exchange[name].total() for name in _EXCHANGES.values()]
             nested = totals.by_category("validate", own=True)["reduce_metrics"]
-        return [self._node, exchange, nested, *(cost.seconds for cost in (*host, *device))]
+        return [self._node, *exchanges, nested, *(cost.seconds for cost in (*host, *device))]
 
 
 class FormulaSignal:

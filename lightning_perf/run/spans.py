@@ -152,11 +152,15 @@ class SpanRecorder:
         #: Entered while we call a logger.
         self.own_calls = OwnCalls()
         self._first_fetch: Span | None = None
-        #: Seconds of waiting for gradients while no rank is late, which is their exchange.
-        self.exchange = Floor()
+        #: Seconds of waiting for other ranks in training while none is late, which is the exchange
+        #: itself, by action.
+        self.exchange = {GRADIENTS: Floor(), START: Floor(), BUFFERS: Floor()}
+        self.clock.floors[Action("train", "forward", BUFFERS)] = self.exchange[BUFFERS]
         if device is not None:
             device.wanted = True
-            device.floors[GRADIENTS] = self.exchange
+            device.floors |= {name: self.exchange[name] for name in (GRADIENTS, START)}
+        else:
+            self.clock.floors[Action("train", "other", START)] = self.exchange[START]
         self._patches, self._backward = PatchSet(), PatchSet()
         #: What `totals` returned last.
         self.latest = Totals({})
@@ -251,7 +255,7 @@ class SpanRecorder:
 
     def _add_exchange(self, seconds: float) -> None:
         if self.device is None:  # the device adds its own
-            self.exchange.add(seconds)
+            self.exchange[GRADIENTS].add(seconds)
 
     def _wrap(self) -> None:
         """Patch methods of Lightning that have no span."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
-from lightning_perf.timing.totals import CATEGORIES, Action, Cost
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost, Floor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -176,6 +176,8 @@ class Clock:
         self.ended, self.saves, self.saved = 0, 0, -1
         # Seconds of each category in the batch that has not ended.
         self._unfinished = np.zeros(len(CATEGORIES))
+        #: The minimum times of some actions.
+        self.floors: dict[Action, Floor] = {}
         #: All spans, and the one around each training batch, if there is one.
         self.spans: list[Span] = []
         self.batch: Span | None = None
@@ -358,9 +360,16 @@ class Clock:
         sums = np.bincount(numbers, seconds).tolist()
         for timer in {*ran}:
             timer.seconds += sums[timer.number]
+        self._add_to_floors(numbers, seconds)
         if self.by_batch is not None:
             self._divide(numbers % len(CATEGORIES), seconds, ends)
         return ran
+
+    def _add_to_floors(self, numbers: NDArray[np.intp], seconds: NDArray[np.float64]) -> None:
+        for action, floor in self.floors.items():
+            if (timer := self._timers.get(action)) is not None:
+                for value in seconds[numbers == timer.number].tolist():
+                    floor.add(value)
 
     def _divide(
         self, positions: NDArray[np.intp], seconds: NDArray[np.float64], ends: list[int]

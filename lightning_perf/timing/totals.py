@@ -189,8 +189,9 @@ class Floor:
 
     def _end_block(self) -> None:
         values = sorted(self._block)
-        self._whole += len(values) * values[len(values) // 5]
         self._block.clear()
+        if values:  # another thread may add values
+            self._whole += len(values) * values[len(values) // 5]
 
 
 def _difference(later: Mapping[Action, Cost], earlier: Mapping[Action, Cost]) -> dict[Action, Cost]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.late import PHASES, Late, find
+import torch
+from helpers.late import PHASES, Late, find, options
 from helpers.signals import signals_of_ranks
+from helpers.small import trainer
 from helpers.windows import ranks_window, window_of
+from numpy.typing import NDArray
+from torch import Tensor
 
-from lightning_perf import Window
-from lightning_perf.diagnosis import LATENESS, diagnose
+from lightning_perf import Window, always_on
+from lightning_perf.diagnosis import LATENESS, Findings, diagnose
 from lightning_perf.diagnosis.rules.ranks import Straggler, straggler_of, work_of
 from lightning_perf.diagnosis.signals import Signals
 from lightning_perf.timing.totals import CATEGORIES
@@ -129,6 +136,66 @@ def test_too_few_reports_for_a_straggler_are_no_sign_of_health() -> None:
     assert found.verdicts[0].culprit == "rank 1"
 
 
+def few(own: float, steps: NDArray[np.float64]) -> Findings:
+    """Two reports after the warm-up; rank 0 waits for some seconds of rank 1 per ten batches."""
+    signals = signals_of_ranks({"forward": {1: own}}, {0: own}, 2, exchange={0: 1e-9})
+    return diagnose(replace(signals, windows=signals.windows[:3], steps=steps))
+
+
+def test_a_rank_that_is_late_in_each_batch_is_named_with_few_reports() -> None:
+    """All batches are as long, so that it is not late in a few of them."""
+    found = few(5.0, np.full(30, 1.6))
+    assert "straggler" not in found.abstained
+    (first, *_) = found.verdicts
+    assert (first.code, first.rank, first.severity) == ("straggler", 1, "critical")
+
+
+def test_ranks_that_wait_are_not_healthy_if_few_reports_do_not_tell_which_is_late() -> None:
+    """A rank that is late in a fifth of the batches may be late by chance."""
+    steps = np.full(30, 1.1)
+    steps[14:20] += 2.5
+    found = few(5.0, steps)
+    assert found.abstained["straggler"].startswith("2 reports after the warm-up")
+    codes = {each.code: each for each in found.verdicts}
+    assert codes["straggler"].severity == "info"
+    assert "a smaller log_every_n_steps tells" in codes["straggler"].advice
+    assert "healthy" not in codes
+
+
+@pytest.mark.parametrize(("late", "long"), [(0.5, []), (3.0, [14])])
+def test_short_waits_and_a_single_pause_in_few_reports_are_healthy(
+    late: float, long: list[int]
+) -> None:
+    """A pause of one batch may not come again."""
+    steps = np.full(30, 1.1)
+    steps[long] += 6.0
+    assert few(late, steps).verdicts[0].code == "healthy"
+
+
+def turns(waits: str, category: str) -> Signals:
+    """Two ranks that are late in every fourth batch by turns, where rank 0 waits in a category."""
+    seconds = {waits: {0: 5.0, 1: 5.0}}
+    window = ranks_window(2, {}, seconds, **{"waits/exchange": [0.0, 0.0]})
+    phases = np.zeros((60, len(CATEGORIES)))
+    phases[:, CATEGORIES.index("forward")] = 1.1
+    phases[::4, CATEGORIES.index(category)] += 1.5
+    return Signals(windows=[window] * 6, steps=phases.sum(axis=1), phases=phases)
+
+
+@pytest.mark.parametrize(
+    ("waits", "category"), [("waits/start", "other"), ("waits/forward", "forward")]
+)
+def test_ranks_that_wait_by_turns_outside_of_backward_are_no_stall(
+    waits: str, category: str
+) -> None:
+    """While gradients accumulate, ranks wait at the start of batches, each as long as the other."""
+    signals = turns(waits, category)
+    found = {each.code: each for each in diagnose(signals).verdicts}
+    assert "periodic-stall" not in found
+    assert found["straggler"].evidence["slow_in"] == "changing ranks"
+    assert found["straggler"].share == pytest.approx(5 / 16)
+
+
 def on_gpu(device: dict[str, float], host: dict[str, float]) -> Window:
     """Rank 1 takes more seconds than the others in some categories, on its GPU or its host."""
     plain = ranks_window(3, {name: {1: seconds} for name, seconds in host.items()}, {})
@@ -215,6 +282,31 @@ def test_a_planted_delay_is_found(tmp_path: Path, phase: str, ranks: int, second
     (page,) = folder.rglob("report.html")
     _, table = page.read_text().split("the latest ranks first.")
     assert re.findall("<td.*?>(.*?)</td>", table)[0] == str(rank)
+
+
+class Turns(Late):
+    """Another rank of two is late in each batch, while gradients accumulate over four."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.trainer.fit_loop.total_batch_idx % 2 == self.global_rank:
+            time.sleep(0.03)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_while_gradients_accumulate_are_no_stall(tmp_path: Path) -> None:
+    """They wait at the start of batches, where a rank has no stalls of its own."""
+    torch.set_num_threads(1)
+    given = options(2, batches=40, every=8) | {"accumulate_grad_batches": 4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer(tmp_path, always_on(show_summary=False), **given).fit(Turns(set(), "forward", 0.0))
+    (path,) = tmp_path.rglob("summary.json")
+    summary = json.loads(path.read_text())
+    verdicts = {(each["code"], each["phase"]): each for each in summary["verdicts"]}
+    assert ("periodic-stall", "other") not in verdicts
+    found = verdicts["straggler", "backward"]
+    assert (found["rank"], found["share"] > 0.25) == (None, True)
 
 
 @pytest.mark.slow

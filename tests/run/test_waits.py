@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +133,9 @@ def spans(clocked: bool) -> Any:
     }  # fmt: skip
     totals = Totals(host, 0.0, device if clocked else {})
     return SimpleNamespace(
-        device=clocked, totals=lambda: totals, exchange=SimpleNamespace(total=lambda: 3.5)
+        device=clocked,
+        totals=lambda: totals,
+        exchange=defaultdict(lambda: SimpleNamespace(total=lambda: 3.5)),
     )
 
 
@@ -143,7 +146,8 @@ def test_waits_are_columns_of_their_own_and_part_of_their_categories() -> None:
         signal = WaitSignal(recorded, node_rank=3)
         found = dict(zip(signal.columns, signal.totals("train"), strict=True))
         expected = {
-            "waits/node_rank": 3, "waits/exchange": 3.5, "waits/validation": 5.0,
+            "waits/node_rank": 3, "waits/exchange": 3.5, "waits/exchange/start": 3.5,
+            "waits/exchange/forward": 3.5, "waits/validation": 5.0,
             "waits/start": 1.0, "waits/forward": 2.0, "waits/backward": 4.0,
         }  # fmt: skip
         if clocked:

@@ -41,7 +41,7 @@ from lightning_perf.patches import ContextPatch, PatchSet
 from lightning_perf.run import compat, context, spans
 from lightning_perf.run.context import RunContext
 from lightning_perf.timing import clock
-from lightning_perf.timing.totals import CATEGORIES, Action, Totals
+from lightning_perf.timing.totals import CATEGORIES, Action, Floor, Totals
 
 
 class Profiler(LifecycleLog):
@@ -383,6 +383,22 @@ def test_unbalanced_spans_are_unwound() -> None:
         inner.__enter__()
     stray.__exit__()
     assert watch.running == Action("", "other", "loop") == watch.innermost.action
+
+
+def test_the_minimum_time_of_an_action_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time counts once, also if the log is read while the action runs."""
+    fake = FakeClock()
+    monkeypatch.setattr(clock, "perf_counter", fake)
+    watch = clock.Clock()
+    exchange = clock.Span(watch, ("other", "exchange"), "exchange")
+    floor = watch.floors[exchange.timer.action] = Floor()
+    for seconds in (1.0, 9.0) * 8:
+        fake.sleep(5.0)
+        with exchange:
+            fake.sleep(seconds)
+            watch.add_up()
+    watch.add_up()
+    assert floor.total() == 16.0
 
 
 def seconds_of(watch: clock.Clock) -> float:

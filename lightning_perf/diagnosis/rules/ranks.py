@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,8 +47,10 @@ _WAITS = "timings/reduce_metrics"
 _RECENT = 10
 #: Rows in the table of ranks at most; more ranks share a row, which has the latest of them.
 _MOST_RANKS = 512
-#: A rank that is late occasionally is named if it explains this share of all waits for gradients.
+#: A rank that is late occasionally, or by little, is named if it explains this share of all waits.
 _MOST = 0.5
+#: The quantile of batches that is a usual one.
+_USUAL = 0.25
 #: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
 _TIME_SLICE = 4e-3
 
@@ -270,7 +272,8 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     if late is None:
         return None, mutual
     explained = (1 - 1 / windows[0].world_size) * late.share
-    if not late.chronic and explained < _MOST * signals.share(mutual):
+    known = late.chronic and late.share >= least.once
+    if not known and explained < _MOST * signals.share(mutual):
         return None, mutual
     seconds = signals.nothing
     for number, window in enumerate(windows):
@@ -281,13 +284,22 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
 
 
 def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
-    """One rank makes the others wait, or another one each time."""
+    """One rank makes the others wait, or another one each time.
+
+    With few windows, a rank is named if it is late in all of them, and in most batches.
+    """
     if not _windows(signals):
         return
-    if (count := np.count_nonzero(signals.steady(signals.counts))) < least.fewest:
-        reports = counted(int(count), "report")
-        raise Unknown(f"{reports} after the warm-up, and comparing ranks needs {least.fewest}")
+    count = int(np.count_nonzero(signals.steady(signals.counts)))
+    reports, few = counted(count, "report"), count < least.fewest
+    too_few = f"{reports} after the warm-up, and comparing ranks needs {least.fewest}"
+    if few:
+        if not signals.start:
+            raise Unknown(too_few)
+        least = replace(least, fewest=1, chronic=1.0)
     late, seconds = waited_for(signals, least)
+    if few and late is not None and not (late.chronic and _is_usual(signals, seconds)):
+        late, seconds = None, sum(signals.mutual.values(), signals.nothing)
     # With other programs on the CPUs, any rank is late occasionally: by a time slice, and by what
     # it waits for a CPU.
     taken, queue = _taken(signals), signals.per_batch(signals.waiting)
@@ -295,15 +307,24 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     certain = max(1 - taken * (_TIME_SLICE + queue) / max(wait, 1e-12), 0.0)
     if late is None:
         advice = (
-            f"Ranks wait {duration(wait)} per batch for one another, and no rank is late most of "
-            "the time. Look for batches that take longer on one rank than on the "
+            f"Ranks wait {duration(wait)} per batch for one another, and no rank causes most of "
+            "it. Look for batches that take longer on one rank than on the "
             "others: give all ranks samples of similar length at the same time. Otherwise, other "
             "programs or the network delay them at random."
         )
+        if few:
+            certain *= fewest(1) if _is_one_batch(signals, seconds) else 1.0
+            advice = (
+                f"Ranks wait {duration(wait)} per batch for one another. {too_few}: a smaller "
+                "log_every_n_steps tells whether it is for one rank."
+            )
         yield Impact(
-            seconds, phase="backward", evidence={"slow_in": "changing ranks"}, advice=advice,
-            on_host=False, certain=certain, within={} if signals.on_device else {WAITS: seconds},
+            seconds, phase="backward", evidence={} if few else {"slow_in": "changing ranks"},
+            advice=advice, on_host=False, certain=certain, highest="info" if few else "critical",
+            within={} if signals.on_device else {WAITS: seconds},
         )  # fmt: skip
+        if few:
+            raise Unknown(too_few)
         return
     if late.seconds < LEAST:
         return
@@ -324,9 +345,19 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     )
     yield Impact(
         seconds, 1.0, who, late.phase, late.rank, evidence, advice, on_host=False,
-        certain=1.0 if late.chronic else again, inferred=True,
+        certain=certain if few else 1.0 if late.chronic else again, inferred=True,
         within={} if signals.on_device else _by_category(signals, seconds),
     )  # fmt: skip
+
+
+def _is_usual(signals: Signals, seconds: Numbers) -> bool:
+    """Whether ranks wait in usual batches, and not mostly in a part that takes longer."""
+    steps = signals.within_epochs[signals.warm_steps :]
+    steps = steps[np.isfinite(steps)]
+    if not len(steps):
+        return False
+    longer = np.maximum(steps - np.quantile(steps, _USUAL), 0.0).sum()
+    return bool(longer < signals.steady(seconds).sum() / 2)
 
 
 def _is_one_batch(signals: Signals, seconds: Numbers) -> bool:
