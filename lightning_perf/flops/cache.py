@@ -7,8 +7,11 @@ mean of more of them is used, to which later ones are added if there is no cycle
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+from random import Random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +52,11 @@ _RANDOM_EVERY, _MOST_SAMPLES, _REPEATED = 46, 200, 10
 _CHECKS, _MOVED, _ERRORS = (8, 16, 32), 0.05, 4
 #: Batches between two of a kind that was never counted, beyond which their share is too small.
 _FARTHEST = 200
+#: Least and most batches from a count that was refused to the next try, and at least from a count of
+#: costs that differ to the next. They are drawn at random, because a fixed number may have a common
+#: divisor with a cycle. It is not the next batch: more waits end in long batches than in short
+#: ones, and the one after these would be counted. The mean is above `_PER_COUNT`.
+_RETRY = 13, 33
 #: The last part of the signature of the first batch of an epoch, which often does more than others,
 #: such as logging images, and how many of them are counted: at first and after a change.
 _FIRST, _FIRSTS = "first", 16
@@ -87,11 +95,21 @@ class FlopCache:
     _gap: int = _CHECKED_AFTER
     #: Batches so far.
     batches: int = 0
-    # Those that were counted, and the last one that was.
-    _counted: int = 0
+    #: Those that were counted.
+    counted: int = 0
+    #: Whether counts were refused that would have found a cycle or a mean: each one then holds
+    #: until the next.
+    sparse: bool = False
+    # The last batch that was counted, the size of the cost of those after it, and of all before it.
     _last: int = 0
-    # The size of the costs that are not known, of batches before a count that showed a change.
-    _unknown: int = 0
+    _level: int = 0
+    _before: int = 0
+    # The change that the last count showed. Its batches since the count before had the one cost or
+    # the other: the sum of what this makes of all changes, and of the squares.
+    _change: int = 0
+    _late: int = 0
+    _squares: int = 0
+    _random: Random = field(default_factory=partial(Random, 0))
     # Batches before this epoch or validation.
     _before_epoch: int = 0
     # First batches of epochs that were counted since the last change.
@@ -121,16 +139,22 @@ class FlopCache:
         Batches of different kinds may differ, as a GAN's that step different optimizers: `mean_of`
         has the cost of each kind.
         """
-        self._counted += 1
+        self.counted += 1
         self.skips = 0
         if signature[-1:] == (_FIRST,):
             return self._count_first(signature, counts)
         own = of_kind(signature, kind)
         known = self._samples.get(own)
-        if known and not self._recounting and not self._expected(own, counts):
-            changed = abs(_size(counts) - _size(self.mean_of(own)))
-            self._unknown += changed * (self.batches - self._last - 1)
-            self._forget()
+        since = self.batches - self._last - 1
+        self._before += self._level * since + _size(counts)
+        if known:
+            self._change = 0
+            if (self.sparse or not self._recounting) and not self._expected(own, counts):
+                change = _size(counts) - _size(self.mean_of(own))
+                self._late += change * since
+                self._squares += (change * since) ** 2
+                self._change = change if self.counted > 2 else 0  # the very first often differs
+                self._forget()
         self._last = self.batches
         if not self._samples:
             self._oldest = signature, own
@@ -145,6 +169,9 @@ class FlopCache:
                 samples.append(counts)
                 del samples[:-_MOST_SAMPLES]
             self.counts[signature] = self.mean_of(signature)
+        if self.sparse and self._squares:  # whatever this count showed, or costs had other shares
+            self._wait(self._random.randint(*_RETRY) - 1)
+        self._level = _size(self.counts[signature])
         return self.counts[signature]
 
     def _count_again(self, signature: Signature, own: Signature, counts: Counts) -> bool:
@@ -197,7 +224,9 @@ class FlopCache:
     def error(self) -> float:
         """The relative error of the sum of all costs; 0 if it is exact.
 
-        It is the standard error of the mean that most batches have, or what changes left unknown.
+        It is the standard error of the mean that most batches have, or what changes left unknown:
+        of work that grows, half of the changes between two counts, since each is found late; of
+        work at random, the standard error by the squares of the changes.
         """
         # With manual optimization, a batch has the mean of its kind.
         keys = [key for key in self._samples if not (self.manual and key in self.counts)]
@@ -206,7 +235,10 @@ class FlopCache:
             return 0.0
         costs = [] if self._cycle(key) else [*map(_size, self._used(key))]
         if len(costs) < _CHECKS[0] or _one_way(costs):
-            return self._unknown / max(_size(self.mean_of(key)) * self.batches, 1)
+            since = self.batches - self._last
+            late = self._change * since
+            unknown = max(abs(self._late + late) / 2, math.sqrt((self._squares + late**2) / 2))
+            return unknown / max(self._before + self._level * since, 1)
         return float(np.std(costs, ddof=1) / np.mean(costs) / len(costs) ** 0.5)
 
     def missed(self, signature: Signature, kind: Hashable) -> None:
@@ -239,7 +271,7 @@ class FlopCache:
         if not samples or any(one.flops != samples[-1].flops for one in samples[1:]):
             return signature
         signature = (*signature, _FIRST)
-        allowed = _PER_COUNT * self._counted - _FREE <= self.batches < self._due
+        allowed = _PER_COUNT * self.counted - _FREE <= self.batches < self._due
         if allowed and self._firsts < _FIRSTS:
             self.costs.pop(signature, None)
         return signature
@@ -267,6 +299,12 @@ class FlopCache:
         self._differ = True
         self._wait(0)
 
+    def refuse(self, signature: Signature) -> None:
+        """There was no time to count a batch of a known signature: try again later."""
+        if signature[-1:] != (_FIRST,):
+            self.sparse = self.sparse or self._recounting
+            self._due = self.batches + self._random.randint(*_RETRY) - 1
+
     def check(self) -> None:
         """Count one of the next batches, besides those that are due: costs may have changed."""
         if not self._recounting:
@@ -281,6 +319,8 @@ class FlopCache:
 
     def _expected(self, own: Signature, counts: Counts) -> bool:
         """Whether the cost of a checked batch has not changed: the next check may be later."""
+        if self.sparse and counts.flops != self.mean_of(own).flops:
+            return False
         samples, used = self._samples[own], self._used(own)
         costs, cost = [*map(_size, used)], _size(counts)
         new = all(counts.flops != sample.flops for sample in samples)
@@ -305,7 +345,7 @@ class FlopCache:
 
         What changes all the time must not go unnoticed: not after more than until the first check.
         """
-        late = min(_PER_COUNT * self._counted - _FREE, self.batches + _CHECKED_AFTER)
+        late = min(_PER_COUNT * self.counted - _FREE, self.batches + _CHECKED_AFTER)
         self._due = max(self.batches + batches, late)
 
     def _forget(self) -> None:

@@ -55,8 +55,11 @@ COUNTING = "lightning_perf.count_flops"
 #: Part of the signature of batches whose step returned None.
 _SKIPPED = "skipped"
 #: Counting on a shadow may take these seconds, plus this share of the training time. The shapes
-#: from which others are predicted are counted in any case.
-FREE_SECONDS, _SHARE = 0.5, 0.02
+#: from which others are predicted are counted in any case. For shapes that are known, the seconds
+#: are spread over the first ones of the training, or none would be left after its first batches.
+FREE_SECONDS, _SHARE, _SPREAD_OVER = 0.5, 0.02, 5.0
+#: Seconds more that it may take when the step time has changed.
+_RESERVE = 0.25
 #: CPU time of a forked count, and more per submodule: ten times what blocks of transformers take.
 _SECONDS, _SECONDS_PER_PART = 5.0, 0.05
 #: Batches of a stage in whose transfer FLOPs are looked for.
@@ -65,10 +68,11 @@ _UNTRACKED = (
     "lightning_perf: the FLOPs of %s are not counted: MFU is a lower bound. Register them with "
     "lightning_perf.extend.flop_formula."
 )
-#: The relative error of FLOPs above which a message reports it.
-_MOST_ERROR = 0.025
+#: The relative error of FLOPs above which a message reports it, and the one of a compiled module
+#: above which it is a warning.
+_MOST_ERROR, _WARNED_ERROR = 0.025, 0.1
 _DIFFER = (
-    "lightning_perf: the FLOPs of batches of equal shape differ, and only some are counted: those "
+    "the FLOPs of batches of equal shape differ, and only some are counted: those "
     "of the whole run are known to about {:.0%}."
 )
 #: The share of training batches that were not counted for lack of time above which a message
@@ -115,6 +119,8 @@ class FlopMeter:
         self.span: AbstractContextManager[Any] = NOTHING
         # Seconds of all such counts, and when the first one began.
         self._shadow_seconds, self._shadow_began = 0.0, math.inf
+        # Whether the step time has changed since the last one.
+        self._changed = False
         self._stage = ""
         self._declares = self._compiled = False
         # Whether a module that is not compiled has called compiled functions.
@@ -207,10 +213,14 @@ class FlopMeter:
                 "counting a compiled module takes long: mfu and flops_per_batch are those of the "
                 "others."
             )
-        error = max((cache.error for cache in self._caches.values()), default=0.0)
+        errors = ((cache.error, cache.sparse) for cache in self._caches.values())
+        error, sparse = max(errors, default=(0.0, False))
         if error > _MOST_ERROR and not self._said_error:
             self._said_error = True
-            compat.rank_zero_info(_DIFFER.format(error))
+            if sparse and error > _WARNED_ERROR:
+                warn(f"{_DIFFER.format(error)} Counting a compiled module takes long. {_DEFINE}")
+            else:
+                compat.rank_zero_info(f"lightning_perf: {_DIFFER.format(error)}")
 
     def after_transfer(self, counts: Counts, is_last: bool) -> None:
         """Name the FLOPs of a transfer, such as those of a frozen encoder; end after the last one.
@@ -232,6 +242,7 @@ class FlopMeter:
     def check(self, stage: str) -> None:
         """Count one of the next batches of a stage, because its step time has changed."""
         if stage == self._stage and self._cache is not None:
+            self._changed = True
             self._cache.check()
 
     def on_step(self, stage: str, arguments: Sequence[Any], loader: int | None) -> None:
@@ -302,6 +313,8 @@ class FlopMeter:
             self._profiled += self.work is None
         elif spent:  # without FLOPs if its shape is new: MFU leaves it out
             self.work = cache.known(self._signature)
+            if self.work is not None:
+                cache.refuse(self._signature)
             self._left_out += self.work is None and self._stage == "train"
         elif self._compiled:
             self._count_on_shadow(cache, batch, arguments)
@@ -316,10 +329,16 @@ class FlopMeter:
 
         Its shape is known, or others are.
         """
-        allowed = FREE_SECONDS + _SHARE * max(self.began - self._shadow_began, 0.0)
-        spent = self._compiled and self._shadow_seconds > allowed
-        enough = len(cache.counts) >= MIN_COUNTED[True]
-        return spent and (enough or cache.known(self._signature) is not None)
+        if not self._compiled:
+            return False
+        since, free = max(self.began - self._shadow_began, 0.0), FREE_SECONDS
+        known = cache.known(self._signature) is not None
+        if known and self._changed:
+            free += _RESERVE
+        elif known and cache.counted > 1:  # the second batch shows whether the first one did more
+            free *= min(since / _SPREAD_OVER, 1.0)
+        enough = known or len(cache.counts) >= MIN_COUNTED[True]
+        return enough and self._shadow_seconds > free + _SHARE * since
 
     def _in_backward(self) -> AbstractContextManager[Any]:
         if self.counting is not None and self._cache is not None and compat.is_profiled():
@@ -340,7 +359,7 @@ class FlopMeter:
             warn(f"{message} {_DEFINE}")
 
     def _count_on_shadow(self, cache: FlopCache, batch: Any, arguments: Sequence[Any]) -> None:
-        self.counted = True
+        self.counted, self._changed = True, False
         began = perf_counter()
         self._shadow_began = min(began, self._shadow_began)
         try:

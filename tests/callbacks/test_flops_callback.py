@@ -272,6 +272,29 @@ def test_counts_of_a_compiled_module_take_a_limited_time(
     assert spent > 0.3 * (least == 1)
 
 
+def test_counts_of_a_known_shape_are_spread_over_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second batch is counted at once; the next count, after 0.2 s of them, not before 2 s."""
+    monkeypatch.setattr(flop_meter, "FREE_SECONDS", 0.5)
+    monkeypatch.setattr(flop_meter, "_SHARE", 0.0)
+    monkeypatch.setattr(flop_meter.FlopMeter, "check", lambda *_: None)
+    begun = []
+    count = flop_meter.FlopMeter._run_shadow
+
+    def slow(*args: Any) -> Any:
+        begun.append(time.perf_counter())
+        time.sleep(0.1)
+        return count(*args)
+
+    monkeypatch.setattr(flop_meter.FlopMeter, "_run_shadow", slow)
+    model = Small()
+    model.net = torch.compile(Net(), backend="eager")
+    trainer(tmp_path, Flops(peak_flops=1e9), max_epochs=8).fit(model)
+    assert len(begun) >= 2
+    assert all(when - begun[0] > 1.9 for when in begun[2:])
+
+
 class Shapes(Small):
     """A compiled module, and batches of given shapes."""
 

@@ -698,6 +698,91 @@ def test_work_that_starts_late_is_said_to_be_known_roughly(
     assert any("equal shape differ" in text for text in texts) == said
 
 
+def sparsely_counted(batches: int, every: int, cost: Callable[[int], int]) -> tuple[float, float]:
+    """The relative error of the sum of all costs, and the one that is said.
+
+    After the second count there is time for one in so many batches.
+    """
+    cache, latest, total = FlopCache(8), 0, 0
+    for batch in range(batches):
+        due = cache.cost(()) is None
+        if due and cache.counted > 1 and batch < latest + every:
+            cache.refuse(())
+        elif due:
+            latest = batch
+            mean = cache.count((), Counts(model={"": cost(batch)})).model_flops
+            cache.store((), BatchCost(total=mean))
+        total += cost(batch) if batch == latest else cache.costs[()].total
+    return total / sum(map(cost, range(batches))) - 1, cache.error
+
+
+@pytest.mark.parametrize(
+    ("cost", "most", "said"),
+    [
+        (lambda batch: 100, 0, 0),
+        (lambda batch: 100 + 50 * (batch == 0), 0.001, 0),
+        (lambda batch: 100 * (1 + 9 * (batch >= 3000)), 0.02, 0.02),
+        (lambda batch: 100 * (1 + 27 * (batch % 2)), 0.1, 0.15),
+        (lambda batch: 100 * (1 + 27 * (batch % 10 == 0)), 0.3, 0.4),
+        (lambda batch: 1000 + batch, 0.02, 0.01),
+    ],
+    ids=["constant", "first", "changes once", "each other", "each tenth", "grows"],
+)
+def test_sparse_counts_follow_the_work_and_their_error_is_said(
+    cost: Callable[[int], int], most: int, said: float
+) -> None:
+    """Each of about 100 counts holds until the next one."""
+    off, error = sparsely_counted(10_000, 80, cost)
+    assert abs(off) <= most
+    assert said / 2 <= error <= said
+
+
+@pytest.mark.parametrize("low", [0.1, 0.5])
+def test_the_error_that_sparse_counts_say_is_the_usual_one(low: float) -> None:
+    """Over forty seeds, of work at random."""
+    found = []
+    for seed in range(40):
+        draws = np.random.default_rng(seed).random(4000)
+        found.append(
+            sparsely_counted(4000, 80, lambda n: 1000 if draws[n] < low else 100)  # noqa: B023
+        )
+    off, said = np.array(found).T
+    assert abs(off.mean()) < 0.1
+    assert (said**2).mean() ** 0.5 == pytest.approx((off**2).mean() ** 0.5, rel=0.5)
+
+
+@pytest.mark.parametrize("kind", ["equal", "once", "at random"])
+def test_a_compiled_module_whose_work_differs_is_said_to_be_known_roughly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """There is no time for most of its counts: a change is found late, the rest is a warning."""
+    latest = [0]
+    draws = np.random.default_rng(0).integers(0, 2, 1200)
+    extras = {"equal": lambda n: 0, "once": lambda n: 9 * (n >= 100)}
+    model = Scheduled(extras.get(kind, lambda n: 9 * int(draws[n])), compiled=True)
+    rows = ConcatDataset([model.train_dataloader().dataset] * 75)
+
+    def spent(_: Any, cache: FlopCache) -> bool:
+        refused = cache.counted > 1 and cache.batches < latest[0] + 80
+        latest[0] = latest[0] if refused else cache.batches
+        return refused
+
+    monkeypatch.setattr(flop_meter.FlopMeter, "_shadow_spent", spent)
+    known, texts = Known("1000ba"), list[str]()
+    monkeypatch.setattr("lightning_perf.run.compat.rank_zero_info", texts.append)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=1).fit(
+            model, DataLoader(rows, batch_size=4)
+        )
+    assert [bool(re.search(r"known to about \d+%", text)) for text in ours(caught)] == [
+        True for _ in range(kind == "at random")
+    ]
+    assert any("equal shape differ" in text for text in texts) == (kind == "once")
+    mean = sum(map(model.cost, range(1200))) / 1200
+    assert known.mean == pytest.approx(mean, rel={"equal": 0, "once": 0.1}.get(kind, 0.5))
+
+
 @pytest.mark.parametrize("batches", range(100, 1000, 97))
 def test_few_batches_have_another_cost_unnoticed(batches: int) -> None:
     """At most as long as until the first checks, or a fourth of the run."""
