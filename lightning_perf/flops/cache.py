@@ -52,10 +52,10 @@ _RANDOM_EVERY, _MOST_SAMPLES, _REPEATED = 46, 200, 10
 _CHECKS, _MOVED, _ERRORS = (8, 16, 32), 0.05, 4
 #: Batches between two of a kind that was never counted, beyond which their share is too small.
 _FARTHEST = 200
-#: Least and most batches from a count that was refused to the next try, and at least from a count of
-#: costs that differ to the next. They are drawn at random, because a fixed number may have a common
-#: divisor with a cycle. It is not the next batch: more waits end in long batches than in short
-#: ones, and the one after these would be counted. The mean is above `_PER_COUNT`.
+#: Least and most batches from a refused count to the next try, or from a count of costs that differ
+#: to the next one. They are drawn at random, because a fixed number may have a common divisor with
+#: a cycle. It is not the next batch: more waits end in long batches than in short ones, and the one
+#: after these would be counted. The mean is above `_PER_COUNT`.
 _RETRY = 13, 33
 #: The last part of the signature of the first batch of an epoch, which often does more than others,
 #: such as logging images, and how many of them are counted: at first and after a change.
