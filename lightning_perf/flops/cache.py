@@ -35,7 +35,7 @@ _MOST_COSTS = 4096
 #: Batches that are counted again to see whether those of one signature differ, and if they do. The
 #: first one shows whether the very first batch did more, such as logging images. Ten more contain
 #: one of each tenth, as a GAN may train its generator; 30 is a multiple of most such numbers.
-_RECOUNTS, _MORE_RECOUNTS = 11, 31
+_RECOUNTS, MORE_RECOUNTS = 11, 31
 #: Known batches between the first one that is counted again and the others, as short runs have two
 #: counts only. With manual optimization one batch often trains another network than the next one.
 _PAUSE = {True: 0, False: 16}
@@ -314,7 +314,7 @@ class FlopCache:
     @property
     def _recounting(self) -> bool:
         """Whether more batches are counted again; of work that changes all the time, one is."""
-        most = 1 if self._changes > 1 else _MORE_RECOUNTS if self._differ else _RECOUNTS
+        most = 1 if self._changes > 1 else MORE_RECOUNTS if self._differ else _RECOUNTS
         return self._recounts < most
 
     def _expected(self, own: Signature, counts: Counts) -> bool:

@@ -18,7 +18,13 @@ from torch.optim.optimizer import (
 )
 
 from lightning_perf.errors import describe, handled_signals, let_through, warn
-from lightning_perf.flops.cache import MIN_COUNTED, MOST_COUNTED, FlopCache, of_kind
+from lightning_perf.flops.cache import (
+    MIN_COUNTED,
+    MORE_RECOUNTS,
+    MOST_COUNTED,
+    FlopCache,
+    of_kind,
+)
 from lightning_perf.flops.child import can_fork, in_child
 from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.external import COMPILED
@@ -333,9 +339,12 @@ class FlopMeter:
             return False
         since, free = max(self.began - self._shadow_began, 0.0), FREE_SECONDS
         known = cache.known(self._signature) is not None
+        counted = sum(each.counted for each in self._caches.values())
+        # Enough of them may find a cycle, if there is time.
+        slow = self._shadow_seconds * MORE_RECOUNTS > FREE_SECONDS * counted
         if known and self._changed:
             free += _RESERVE
-        elif known and cache.counted > 1:  # the second batch shows whether the first one did more
+        elif known and slow and cache.counted > 1:  # the second one shows whether the first differs
             free *= min(since / _SPREAD_OVER, 1.0)
         enough = known or len(cache.counts) >= MIN_COUNTED[True]
         return enough and self._shadow_seconds > free + _SHARE * since
