@@ -76,6 +76,10 @@ class Spread(NamedTuple):
         return {f"{key}/{name}": float(value) for name, value in zip(names, self, strict=True)}
 
 
+#: The share of batches with known FLOPs below which they give no MFU.
+LEAST_KNOWN = 0.1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
     """The values of all ranks over a stretch of one stage.
@@ -253,9 +257,16 @@ def throughput(window: Window, prefix: str = "") -> dict[str, float]:
     if window.stage == "train":  # Composer's keys are those of training
         found |= {f"throughput/device/{key}": value / ranks for key, value in rates.items()}
     ideal, per = f"{prefix}flops/ideal_seconds", f"{prefix}flops/seconds"
-    if window.least(ideal) > 0:  # of the batches with known FLOPs, as that of ``Flops``
+    # Of the batches with known FLOPs, as that of ``Flops``.
+    if window.least(ideal) > 0 and _enough_known(window, prefix):
         found["throughput/device/mfu"] = window.rate(ideal, per) / ranks
     return found
+
+
+def _enough_known(window: Window, prefix: str = "") -> bool:
+    """Whether the batches with known FLOPs stand for all: a few are often the first, slow ones."""
+    known = window.total(f"{prefix}flops/batches")
+    return known >= LEAST_KNOWN * (known + window.total(f"{prefix}flops/uncounted_batches"))
 
 
 def utilization(window: Window) -> dict[str, float]:
@@ -274,7 +285,7 @@ def utilization(window: Window) -> dict[str, float]:
         # Rounded, because a sum of equal quotients is not exact.
         peak = float(f"{window.rate('flops/known', 'flops/known_ideal_seconds'):.12g}")
         found |= {"total_flops": peak, "max_batches_per_sec": peak / flops}
-    if window.least("flops/seconds") > 0:
+    if window.least("flops/seconds") > 0 and _enough_known(window):
         rates = {
             "actual_batches_per_sec": ("flops/batches", 1.0),
             "tflops_per_device": ("flops/model", 1e12),

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lightning_perf.core.window import LEAST_KNOWN
 from lightning_perf.errors import describe, handled_signals, let_through, warn
 from lightning_perf.flops.cache import (
     MIN_COUNTED,
@@ -214,10 +215,12 @@ class FlopMeter:
             )
         trained = sum(cache.batches for key, cache in self._caches.items() if key[0] == "train")
         if self._left_out > _MOST_LEFT_OUT * trained:
+            left_out, known = self._left_out / trained, "mfu and flops_per_batch are those"
+            if left_out > 1 - LEAST_KNOWN:
+                known = "mfu is not reported, and flops_per_batch is that"
             self._warn_unpredictable(
-                f"the FLOPs of {self._left_out / trained:.0%} of the batches are not known, since "
-                "counting a compiled module takes long: mfu and flops_per_batch are those of the "
-                "others."
+                f"the FLOPs of {left_out:.0%} of the batches are not known, since counting a "
+                f"compiled module takes long: {known} of the others."
             )
         errors = ((cache.error, cache.sparse) for cache in self._caches.values())
         error, sparse = max(errors, default=(0.0, False))

@@ -57,6 +57,7 @@ def timed(**changes: list[float]) -> dict[str, list[float]]:
         "batch/tokens": [0.0, 0.0], "flops/model": [4e9, 2e9], "flops/ideal_seconds": [0.5, 0.25],
         "batch/uncounted_samples": [0.0, 0.0], "batch/uncounted_tokens": [0.0, 0.0],
         "flops/uncounted_batches": [0.0, 0.0], "flops/seconds": [2.0, 2.0],
+        "flops/batches": [10.0, 10.0],
     }  # fmt: skip
     return columns | {name.replace("__", "/"): value for name, value in changes.items()}
 
@@ -87,6 +88,13 @@ def test_mfu_is_that_of_the_batches_with_known_flops() -> None:
     assert found["throughput/device/mfu"] == (0.5 + 0.125) / 2
 
 
+@pytest.mark.parametrize(("unknown", "known"), [(54.0, True), (55.0, False)])
+def test_a_few_batches_give_no_mfu(unknown: float, known: bool) -> None:
+    """Less than a tenth of the batches, 3 per rank, are often the first ones: they are slow."""
+    columns = timed(flops__batches=[3.0, 3.0], flops__uncounted_batches=[unknown, 0.0])
+    assert ("throughput/device/mfu" in throughput(window_of(columns))) is known
+
+
 def test_a_rank_without_a_peak_leaves_mfu_out() -> None:
     """The utilization of one rank alone would not be that of the run."""
     found = throughput(window_of(timed(flops__ideal_seconds=[0.5, 0.0])))
@@ -104,6 +112,9 @@ def test_utilization_by_hand() -> None:
         "flops/causal_ideal_seconds": [0.5, 0.25],
         "flops/known": [24e9, 2e9], "flops/known_ideal_seconds": [2.0, 0.25],
     }  # fmt: skip
+    found = utilization(window_of(columns | {"flops/uncounted_batches": [0.0, 55.0]}))
+    assert not {"mfu", "hfu"} & found.keys()
+    columns["flops/uncounted_batches"] = [0.0, 0.0]
     assert utilization(window_of(columns)) == {
         "batch_flops": 4e9,
         "tracked_operations": 10,

@@ -313,7 +313,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
             "programs or the network delay them at random."
         )
         if few:
-            certain *= fewest(1) if _is_one_batch(signals, seconds) else 1.0
+            certain = fewest(1) if _is_one_batch(signals, seconds) else 1.0
             advice = (
                 f"Ranks wait {duration(wait)} per batch for one another. {too_few}: a smaller "
                 "log_every_n_steps tells whether it is for one rank."
