@@ -191,6 +191,9 @@ class AttemptLog:
                 continue
             self._folder, self._same["job"] = place, last.job
             self._earlier = [each for each in found if each.job == last.job]
+            if self._same["began"] < last.seen < self._wall + perf_counter():
+                # Its process did something else before, such as that attempt: `exec` keeps its age.
+                self._same["began"] = last.seen
             number, where = len(self._earlier) + 1, place.parent
             compat.rank_zero_info(
                 f"lightning_perf: this is attempt {number} of the run in {where}."

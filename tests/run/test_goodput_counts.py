@@ -292,3 +292,19 @@ def test_a_clock_that_is_set_back_gives_no_negative_time(world: World, tmp_path:
     assert sum(found["losses"].values()) + found["kept_seconds"] == pytest.approx(found["seconds"])
     assert found["kept_seconds"] == pytest.approx(hand["kept"], abs=10.1)
     assert found["seconds"] <= sum(hand.values()) + 0.1
+
+
+def test_a_process_that_replaced_an_attempt_began_after_it(world: World, tmp_path: Path) -> None:
+    """As by ``exec``: the kernel says that it began before that attempt."""
+    first = Process(world, tmp_path, None)
+    world.kill_at = world.now + 300
+    with pytest.raises(Killed):
+        first.train(random.Random(4))
+    world.kill_at = float("inf")
+    attempts._trained = 0
+    second = Process(world, tmp_path, first.saved)
+    world.began = first.began
+    second.train(random.Random(4))
+    found = second.log.goodput(second.run, "finished")
+    assert found["attempts"] == 2
+    assert found["seconds"] == pytest.approx(world.now - BOOT)
