@@ -52,6 +52,7 @@ __all__ = [
 LATENESS = ranks.Lateness(chronic=0.7, fewest=3, share=0.05, once=0.10, explained=0.8)
 _GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0, continues=0.4, samples=6)
 _WORKERS = loading.Workers(busy=60.0, per_cpu=4, first=0.02, more=0.10, contested=0.17, named=20.0)
+_input_bound = partial(loading.input_bound, least=_WORKERS, lateness=LATENESS)
 _IDLING = machine.Idling(idle=0.3, computing=0.7, waiting=0.05)
 _logger_bound = partial(costs.logger_bound, named=0.8, aim=0.0125, left=4, follows=(0.5, 8.0))
 _slowdown = partial(steps.slowdown, ratio=1.10, sustained=50, varies=1.4, named=0.2, late=LATENESS)
@@ -72,7 +73,7 @@ RULES: tuple[Rule, ...] = (
     FunctionRule("communication-bound", ranks.communication_bound, 0.10),
     FunctionRule("straggler", partial(ranks.straggler, least=LATENESS), 0.10),
     FunctionRule("periodic-stall", partial(steps.periodic_stall, fewest=3, alike=0.2), 0.10),
-    FunctionRule("input-bound", partial(loading.input_bound, least=_WORKERS), 0.10),
+    FunctionRule("input-bound", _input_bound, 0.10),
     FunctionRule("sync-bound", machine.sync_bound, 0.10),
     FunctionRule("warmup", partial(steps.warmup, share=0.05, seconds=0.4, ratio=10.0), 0.05),
     FunctionRule("slowdown", _slowdown, 0.10),

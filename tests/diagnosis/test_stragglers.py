@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_perf import Window, always_on
 from lightning_perf.diagnosis import LATENESS, Findings, diagnose
 from lightning_perf.diagnosis.rules.ranks import Straggler, straggler_of, work_of
-from lightning_perf.diagnosis.signals import Signals
+from lightning_perf.diagnosis.signals import Loader, Setup, Signals
 from lightning_perf.timing.totals import CATEGORIES
 
 
@@ -134,6 +134,25 @@ def test_too_few_reports_for_a_straggler_are_no_sign_of_health() -> None:
     found = diagnose(replace(signals, windows=signals.windows[:4]))
     assert "straggler" not in found.abstained
     assert found.verdicts[0].culprit == "rank 1"
+
+
+@pytest.mark.parametrize(
+    ("workers", "code", "culprit"),
+    [(0, "straggler", "rank 1"), (2, "input-bound", "train_dataloader_next")],
+)
+def test_a_rank_that_waits_for_its_workers_does_not_make_the_others_wait_alone(
+    workers: int, code: str, culprit: str
+) -> None:
+    """The workers of the others may be as slow: once they have batches ahead, they keep them."""
+    waits = dict.fromkeys((0, 2, 3), 5.0)
+    signals = signals_of_ranks({"dataloader_next": {1: 5.0}}, waits, exchange={})
+    setup = Setup(world_size=4, cpus=8, loader=Loader(workers))
+    found = diagnose(replace(signals, setup=setup)).verdicts
+    first = found[0]
+    assert (first.code, first.culprit, first.severity) == (code, culprit, "critical")
+    other = {"straggler", "input-bound"} - {code}
+    assert not other & {each.code for each in found if each.severity != "info"}
+    assert first.share == pytest.approx((5 + (workers > 0)) / 16)
 
 
 def few(own: float, steps: NDArray[np.float64]) -> Findings:

@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import LEAST, PROMISE, Impact, stretch_of, without_none
+from lightning_perf.diagnosis.rules.ranks import behind_workers, by_category, late_rank
 from lightning_perf.diagnosis.signals import COMPUTE, FETCH, RESTART, RUNNING, SAMPLER, WARM_UP
 from lightning_perf.units import counted, duration
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lightning_perf.diagnosis.rules.ranks import Lateness
     from lightning_perf.diagnosis.signals import Loader, Setup, Signals
     from lightning_perf.diagnosis.stats import Numbers
 
@@ -105,13 +107,34 @@ def _passed(
     )  # fmt: skip
 
 
-def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
-    """Batches are not ready when training needs them, except stalls of single batches."""
+def _of_all_ranks(
+    signals: Signals, waits: Numbers, lateness: Lateness
+) -> tuple[Numbers, dict[str, Numbers] | None, str]:
+    """Waits for batches with what other ranks wait meanwhile, by category, and the advice."""
+    late, others = late_rank(signals, lateness)
+    if late is None or not behind_workers(signals, late):
+        return waits, None, ""
+    within = {} if signals.on_device else by_category(signals, others)
+    if within:
+        within["dataloader_next"] = within["dataloader_next"] + waits
+    text = (
+        f" The other ranks wait for rank {late.rank}; their workers may be as slow, or not: follow "
+        "this on all ranks. If it gains nothing, compare the storage and the data of this rank."
+    )
+    return waits + others, within, text
+
+
+def input_bound(signals: Signals, least: Workers, lateness: Lateness) -> Iterable[Impact]:
+    """Batches are not ready when training needs them, except stalls of single batches.
+
+    What ranks wait for one whose workers are late counts, too: theirs may be as slow.
+    """
     waits, step, stalled = signals.waits, signals.step_seconds, signals.loading_stalls
     if stalled is not None and stalled.category and signals.series is None:
         waits = np.maximum(waits - stalled.excess, 0.0)
     drawing, loader = signals.drawn * waits, signals.setup.loader
     waits = waits - drawing
+    waits, within, behind = _of_all_ranks(signals, waits, lateness)
     slow = stats.slow(waits, signals.counts, LEAST, ratio=3.0)
     passed = None
     if slow is not None:
@@ -160,8 +183,8 @@ def input_bound(signals: Signals, least: Workers) -> Iterable[Impact]:
         evidence["foreign_percent"] = signals.foreign or 0.0
     yield Impact(
         waits, None if slow is None else float(len(slow.stretches)), FETCH, "dataloader_next",
-        evidence=evidence, advice=advice, saves=saves, whole_run=slow is not None,
-        certain=signals.cpus_left if workers else 1.0,
+        evidence=evidence, advice=advice + behind, saves=saves, whole_run=slow is not None,
+        certain=signals.cpus_left if workers else 1.0, within=within,
     )  # fmt: skip
 
 

@@ -283,23 +283,46 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     return late, late.seconds / max(signals.per_batch(seconds), 1e-12) * seconds
 
 
-def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
-    """One rank makes the others wait, or another one each time.
+def behind_workers(signals: Signals, late: Straggler | None) -> bool:
+    """Whether a rank is late because it waits for its DataLoader workers, as `input_bound` says.
 
-    With few windows, a rank is named if it is late in all of them, and in most batches.
+    Those of the others may be as slow: once one rank has no batches ahead, the others, which wait
+    for it, keep theirs.
     """
-    if not _windows(signals):
-        return
-    count = int(np.count_nonzero(signals.steady(signals.counts)))
-    reports, few = counted(count, "report"), count < least.fewest
-    too_few = f"{reports} after the warm-up, and comparing ranks needs {least.fewest}"
+    loader = signals.setup.loader
+    workers = loader is not None and loader.num_workers > 0
+    return workers and late is not None and late.phase == "input"
+
+
+def _reports(signals: Signals) -> int:
+    """The number of windows after the warm-up that have batches."""
+    return int(np.count_nonzero(signals.steady(signals.counts)))
+
+
+def late_rank(signals: Signals, least: Lateness) -> tuple[Straggler | None, Numbers]:
+    """What `waited_for` gives, also with few windows.
+
+    A rank is then named if it is late in all of them, and in most batches.
+    """
+    few = bool(signals.start) and _reports(signals) < least.fewest
     if few:
-        if not signals.start:
-            raise Unknown(too_few)
         least = replace(least, fewest=1, chronic=1.0)
     late, seconds = waited_for(signals, least)
     if few and late is not None and not (late.chronic and _is_usual(signals, seconds)):
-        late, seconds = None, sum(signals.mutual.values(), signals.nothing)
+        return None, sum(signals.mutual.values(), signals.nothing)
+    return late, seconds
+
+
+def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
+    """One rank makes the others wait, or another one each time."""
+    if not _windows(signals):
+        return
+    count = _reports(signals)
+    reports, few = counted(count, "report"), count < least.fewest
+    too_few = f"{reports} after the warm-up, and comparing ranks needs {least.fewest}"
+    if few and not signals.start:
+        raise Unknown(too_few)
+    late, seconds = late_rank(signals, least)
     # With other programs on the CPUs, any rank is late occasionally: by a time slice, and by what
     # it waits for a CPU.
     taken, queue = _taken(signals), signals.per_batch(signals.waiting)
@@ -326,7 +349,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
         if few:
             raise Unknown(too_few)
         return
-    if late.seconds < LEAST:
+    if late.seconds < LEAST or behind_workers(signals, late):
         return
     # One that is late often is so by itself.
     again = max(1 - taken, min(certain, fewest(equal(signals.steady(seconds)))))
@@ -346,7 +369,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     yield Impact(
         seconds, 1.0, who, late.phase, late.rank, evidence, advice, on_host=False,
         certain=certain if few else 1.0 if late.chronic else again, inferred=True,
-        within={} if signals.on_device else _by_category(signals, seconds),
+        within={} if signals.on_device else by_category(signals, seconds),
     )  # fmt: skip
 
 
@@ -366,7 +389,7 @@ def _is_one_batch(signals: Signals, seconds: Numbers) -> bool:
     return len(found.positions) == 1 and bool(found.excess.sum() > seconds.sum() / 2)
 
 
-def _by_category(signals: Signals, seconds: Numbers) -> dict[str, Numbers]:
+def by_category(signals: Signals, seconds: Numbers) -> dict[str, Numbers]:
     """Seconds that ranks lose by a late one, by category: its own work, and the others' waits."""
     own = {name: work.mean(axis=1) - work.min(axis=1) for name, work in signals.work.items()}
     part = seconds / signals.windows[0].world_size
