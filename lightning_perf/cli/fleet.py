@@ -107,7 +107,7 @@ def _where(place: str | None) -> Path | str:
     if Path(place).is_dir():
         return Path(place)
     if place.endswith(".db") and Path(place).is_file():
-        return f"sqlite:///{place}"
+        return f"sqlite:///{Path(place).absolute()}"  # MLflow keeps databases open by address
     if re.match(r"\w[\w+.-]*:", place) or place == "databricks":
         return place
     raise Failure(f"{place} is neither a folder nor an address of MLflow")

@@ -155,6 +155,15 @@ def test_a_rank_that_waits_for_its_workers_does_not_make_the_others_wait_alone(
     assert first.share == pytest.approx((5 + (workers > 0)) / 16)
 
 
+def test_waits_in_metrics_are_not_called_those_of_changing_ranks() -> None:
+    """One of them may be late by the work of its metrics, which is not told from waiting."""
+    signals = signals_of_ranks({"reduce_metrics": dict.fromkeys((0, 2, 3), 5.0)}, {}, exchange={})
+    (found,) = [each for each in diagnose(signals).verdicts if each.code == "straggler"]
+    assert (found.phase, found.rank) == ("reduce_metrics", None)
+    assert "slow_in" not in found.evidence
+    assert "most of it in metrics" in found.advice
+
+
 def few(own: float, steps: NDArray[np.float64]) -> Findings:
     """Two reports after the warm-up; rank 0 waits for some seconds of rank 1 per ten batches."""
     signals = signals_of_ranks({"forward": {1: own}}, {0: own}, 2, exchange={0: 1e-9})

@@ -329,12 +329,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     wait = signals.per_batch(seconds)
     certain = max(1 - taken * (_TIME_SLICE + queue) / max(wait, 1e-12), 0.0)
     if late is None:
-        advice = (
-            f"Ranks wait {duration(wait)} per batch for one another, and no rank causes most of "
-            "it. Look for batches that take longer on one rank than on the "
-            "others: give all ranks samples of similar length at the same time. Otherwise, other "
-            "programs or the network delay them at random."
-        )
+        phase, evidence, advice = _turns(signals, seconds)
         if few:
             certain = fewest(1) if _is_one_batch(signals, seconds) else 1.0
             advice = (
@@ -342,8 +337,8 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
                 "log_every_n_steps tells whether it is for one rank."
             )
         yield Impact(
-            seconds, phase="backward", evidence={} if few else {"slow_in": "changing ranks"},
-            advice=advice, on_host=False, certain=certain, highest="info" if few else "critical",
+            seconds, phase=phase, evidence={} if few else evidence, advice=advice, on_host=False,
+            certain=certain, highest="info" if few else "critical",
             within={} if signals.on_device else {WAITS: seconds},
         )  # fmt: skip
         if few:
@@ -356,7 +351,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     if _is_one_batch(signals, seconds):
         again = fewest(1)
     who = f"rank {late.rank}"
-    evidence: dict[str, float | str] = {
+    evidence = {
         "waited_seconds": late.seconds,
         "node": float(late.node),
         "slow_in": "most windows" if late.chronic else "some windows",
@@ -371,6 +366,24 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
         certain=certain if few else 1.0 if late.chronic else again, inferred=True,
         within={} if signals.on_device else by_category(signals, seconds),
     )  # fmt: skip
+
+
+def _turns(signals: Signals, seconds: Numbers) -> tuple[str, dict[str, float | str], str]:
+    """The phase, evidence and advice if ranks wait for one another, and none is named."""
+    start = f"Ranks wait {duration(signals.per_batch(seconds))} per batch for one another, "
+    metrics = signals.mutual.get("reduce_metrics", signals.nothing)
+    if metrics.sum() > seconds.sum() / 2:  # a metric's own work is not told from waiting
+        advice = (
+            f"{start}most of it in metrics: one of them begins to exchange values later, or its "
+            "compute takes longer."
+        )
+        return "reduce_metrics", {}, advice
+    advice = (
+        f"{start}and no rank causes most of it. Look for batches that take longer on one rank "
+        "than on the others: give all ranks samples of similar length at the same time. "
+        "Otherwise, other programs or the network delay them at random."
+    )
+    return "backward", {"slow_in": "changing ranks"}, advice
 
 
 def _is_usual(signals: Signals, seconds: Numbers) -> bool:
