@@ -374,10 +374,11 @@ def test_waits_with_another_cause_are_not_communication(
 ALTERNATELY = {"gradients": ALL, "exchange": dict.fromkeys(range(4), 0.2)}
 
 
-@pytest.mark.parametrize(("own", "severity"), [(20.0, None), (195.0, "critical")])
+@pytest.mark.parametrize(("own", "severity"), [(20.0, None), (195.0, "warning")])
 def test_ranks_that_are_late_in_turn_are_stragglers(own: float, severity: str | None) -> None:
     """Each waits 30 ms of 140 ms, 2 ms of which are the exchange. Other programs may delay them by
-    a time slice in each batch, which is 4 ms: they explain all of a tenth of this.
+    a time slice in each batch, which is 4 ms: they explain all of a tenth of this. A quarter may be
+    due to chance, so that a fifth of the time is not critical.
     """
     signals = signals_of_ranks({}, **ALTERNATELY, cpu_util_simple=100.0, process_cpu=own)
     windows = [replace(each, rows=np.array(each.rows) / 100) for each in signals.windows]

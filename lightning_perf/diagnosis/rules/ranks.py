@@ -49,6 +49,8 @@ _RECENT = 10
 _MOST_RANKS = 512
 #: A rank that is late occasionally, or by little, is named if it explains this share of all waits.
 _MOST = 0.5
+#: The part of what ranks wait for one another that may be due to chance: steps never take as long.
+_CHANCE = 0.25
 #: The quantile of batches that is a usual one.
 _USUAL = 0.25
 #: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
@@ -330,6 +332,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     certain = max(1 - taken * (_TIME_SLICE + queue) / max(wait, 1e-12), 0.0)
     if late is None:
         phase, evidence, advice = _turns(signals, seconds)
+        certain *= 1 - _CHANCE
         if few:
             certain = fewest(1) if _is_one_batch(signals, seconds) else 1.0
             advice = (
