@@ -22,6 +22,8 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 Rows = Sequence[Sequence[float]] | Table
 #: One number per rank.
 PerRank = np.ndarray[tuple[int], np.dtype[np.float64]]
+#: The share of batches with known FLOPs below which they give no MFU.
+LEAST_KNOWN = 0.1
 
 
 class Columns(dict[str, int]):
@@ -74,10 +76,6 @@ class Spread(NamedTuple):
         """The spread of a time as ``KEY/min``, ``/median``, ``/max`` and ``/slowest_rank``."""
         names = ("min", "median", "max", "slowest_rank")
         return {f"{key}/{name}": float(value) for name, value in zip(names, self, strict=True)}
-
-
-#: The share of batches with known FLOPs below which they give no MFU.
-LEAST_KNOWN = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -305,6 +305,12 @@ class Signals:
         """
         return self._waited(lambda window, wait: window.mean(wait))
 
+    @cached_property
+    def _own_waits(self) -> dict[str, Numbers]:
+        """The same of this rank alone, within batches."""
+        waits = self._waited(lambda window, wait: window.own(wait))
+        return {category: each for category, each in waits.items() if category != "validation"}
+
     def _waited(self, seconds: Callable[[Window, str], float]) -> dict[str, Numbers]:
         """The same, given what to take of a column of waiting."""
         if not self.windows or "waits/exchange" not in self.windows[0].columns:
@@ -695,9 +701,7 @@ class Signals:
         windows = self.windows_of(stalls.positions)
         excess = np.bincount(windows, stalls.excess, len(self.windows)).astype(float)
         rare = self._rare(len(stalls.positions))
-        waits = self._waited(lambda window, wait: window.own(wait))
-        waits.pop("validation", None)  # it is between batches
-        for costs in (rare, waits):
+        for costs in (rare, self._own_waits):
             excess -= costs.get(category, 0.0) if category else sum(costs.values(), self.nothing)
         return Stalled(category, stalls, np.maximum(excess, 0.0))
 

@@ -104,8 +104,8 @@ class FlopCache:
     _last: int = 0
     _level: int = 0
     _before: int = 0
-    # The change that the last count showed. Its batches since the count before had the one cost or
-    # the other: the sum of what this makes of all changes, and of the squares.
+    # The change that the last count showed. Each batch since the count before it had the old cost
+    # or the new one: the sum of the changes times these batches, and the sum of its squares.
     _change: int = 0
     _late: int = 0
     _squares: int = 0

@@ -152,8 +152,8 @@ class AttemptLog:
         self._note_job(run)
         self._submit(self.beat, run, FIRST)
 
-    def start(self, run: Trained) -> None:
-        """The first batch starts: the wait for it is part of the set-up."""
+    def begin_first_batch(self, run: Trained) -> None:
+        """The first batch is loaded: the wait for it is part of the set-up."""
         if self._same and self._waited is None:
             with self._looking:
                 now = perf_counter()
@@ -291,11 +291,10 @@ class AttemptLog:
                 self._stalled = max(self._stalled, unfinished)
             run.progress.paused_seconds = self._paused + saving - current + self._stalls
             validating += run.progress.validation_seconds - self._validated - within
-            same = self._same
             if self._waited is None:
-                same = {**same, "setup": self._since_start(now)}
+                self._same["setup"] = self._since_start(now)
             return Attempt(
-                **same, status=status, seen=self._wall + now,
+                **self._same, status=status, seen=self._wall + now,
                 last=self._trained - run.progress.paused_seconds, unfinished=unfinished,
                 stalls=self._stalls, validation=max(validating, 0.0),
                 checkpoints=saving + within, saves=self._saves, saved=self._covered,

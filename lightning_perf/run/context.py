@@ -281,10 +281,6 @@ class RunContext(Run):
             let_through(error)
             warn(f"the goodput of the job is not measured ({describe(error)}).")
 
-    def start_batches(self) -> None:
-        """The first batch of a fit has been loaded and starts."""
-        self.advance(self.attempt.start, self)
-
     def _read_limits(self) -> Limits:
         self.limits = compat.limits_of(self.trainer, self._data_owners, self.sharing)
         return self.limits

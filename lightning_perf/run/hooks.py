@@ -128,7 +128,7 @@ class FirstHooks(_Hooks):
     def _first_start(self, start: Callable[..., None] | None, *arguments: Any) -> None:
         """The first batch of a fit starts; ``start`` is the hook of the others."""
         vars(self)["on_train_batch_start"] = start
-        self._run.start_batches()
+        self._run.advance(self._run.attempt.begin_first_batch, self._run)
         if start is not None:
             start(*arguments)
 

@@ -243,9 +243,27 @@ def test_functions_that_inductor_compiles_are_counted_or_named(
     assert ("functions compiled by torch.compile" in caplog.text) == branches
 
 
+@pytest.fixture
+def shadows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per count on a shadow."""
+    counts, count = list[int](), flop_meter.FlopMeter._run_shadow
+
+    def counting(*args: Any) -> Any:
+        counts.append(1)
+        return count(*args)
+
+    monkeypatch.setattr(flop_meter.FlopMeter, "_run_shadow", counting)
+    return counts
+
+
 @pytest.mark.parametrize(("free", "least"), [(0.0, 1), (inf, 12)])
 def test_counts_of_a_compiled_module_take_a_limited_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Records, free: float, least: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    records: Records,
+    shadows: list[int],
+    free: float,
+    least: int,
 ) -> None:
     """Once their time is used up, no batch of known shapes is counted again.
 
@@ -253,11 +271,9 @@ def test_counts_of_a_compiled_module_take_a_limited_time(
     """
     monkeypatch.setattr(flop_meter, "FREE_SECONDS", free)
     monkeypatch.setattr(flop_meter, "_SHARE", 0.0)
-    counts = []
     count = flop_meter.FlopMeter._run_shadow
 
     def slow(*args: Any) -> Any:
-        counts.append(1)
         time.sleep(0.3 * (least == 1))
         return count(*args)
 
@@ -266,14 +282,14 @@ def test_counts_of_a_compiled_module_take_a_limited_time(
     model.net = torch.compile(Net(), backend="eager")
     flops = Flops(peak_flops=1e9)
     trainer(tmp_path, flops, Timings(), logger=records, max_epochs=8).fit(model)
-    assert len(counts) == 1 if least == 1 else len(counts) >= least
+    assert len(shadows) == 1 if least == 1 else len(shadows) >= least
     assert flops.metrics["batch_flops"] == 4 * 2 * (8 + 8)
     spent = max(seconds for _, seconds in records.of("timings/callbacks"))
     assert spent > 0.3 * (least == 1)
 
 
 def test_counts_of_a_known_shape_are_spread_over_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shadows: list[int]
 ) -> None:
     """The second batch is counted at once, and others not before there is time for them."""
     monkeypatch.setattr(flop_meter, "FREE_SECONDS", 60.0)
@@ -281,18 +297,10 @@ def test_counts_of_a_known_shape_are_spread_over_time(
     monkeypatch.setattr(flop_meter, "_SPREAD_OVER", 1e9)
     monkeypatch.setattr(flop_meter, "MORE_RECOUNTS", 1e9)  # they would take too long
     monkeypatch.setattr(flop_meter.FlopMeter, "check", lambda *_: None)
-    counts = []
-    count = flop_meter.FlopMeter._run_shadow
-
-    def counting(*args: Any) -> Any:
-        counts.append(1)
-        return count(*args)
-
-    monkeypatch.setattr(flop_meter.FlopMeter, "_run_shadow", counting)
     model = Small()
     model.net = torch.compile(Net(), backend="eager")
     trainer(tmp_path, Flops(peak_flops=1e9), max_epochs=8).fit(model)
-    assert len(counts) == 2
+    assert len(shadows) == 2
 
 
 class Shapes(Small):
@@ -353,26 +361,18 @@ def test_new_shapes_of_a_compiled_module_are_counted_in_a_limited_time(
 
 
 def test_growing_lengths_of_a_compiled_module_are_predicted_from_six_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Records
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, records: Records, shadows: list[int]
 ) -> None:
     """Without time to count a batch on a shadow, it has the predicted FLOPs at any length."""
     monkeypatch.setattr(flop_meter, "FREE_SECONDS", 0.0)
     monkeypatch.setattr(flop_meter, "_SHARE", 0.0)
-    counts = []
-    count = flop_meter.FlopMeter._run_shadow
-
-    def counting(*args: Any) -> Any:
-        counts.append(1)
-        return count(*args)
-
-    monkeypatch.setattr(flop_meter.FlopMeter, "_run_shadow", counting)
     lengths = range(4, 36)
     flops = Flops(schedule="1ba", peak_flops=1e9)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(tmp_path, flops, logger=records).fit(Shapes(*((n,) for n in lengths)))
     assert [value for _, value in records.of("batch_flops")] == [2 * 2 * 8 * n for n in lengths]
-    assert len(counts) == 6
+    assert len(shadows) == 6
     assert not ours(caught)
 
 

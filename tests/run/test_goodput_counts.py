@@ -138,7 +138,7 @@ class Process:
         self.stack.begin_batches()
         self.log.begin(self.run)
         self.does("setup", dice.uniform(0, 40))  # loads the first batch
-        self.log.start(self.run)
+        self.log.begin_first_batch(self.run)
         counters = self.progress.stages["train"]
         while self.step < STEPS:
             self.step += 1
@@ -256,7 +256,7 @@ def test_batches_that_all_take_over_a_minute_are_no_stalls(world: World, tmp_pat
     process.enter("train")
     process.stack.begin_batches()
     process.log.begin(process.run)
-    process.log.start(process.run)
+    process.log.begin_first_batch(process.run)
     for seconds in (64.0, 64.0, 64.0, 70.0, 400.0, 64.0):
         process.step += 1
         process.does("step", seconds)

@@ -110,7 +110,10 @@ def _passed(
 def _of_all_ranks(
     signals: Signals, waits: Numbers, lateness: Lateness
 ) -> tuple[Numbers, dict[str, Numbers] | None, str]:
-    """Waits for batches with what other ranks wait meanwhile, by category, and the advice."""
+    """The waits of a rank and those of the ranks that wait for it: the sum, its parts, and advice.
+
+    The sum is by window, the parts by category.
+    """
     late, others = late_rank(signals, lateness)
     if late is None or not behind_workers(signals, late):
         return waits, None, ""

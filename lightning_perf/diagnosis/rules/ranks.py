@@ -49,7 +49,7 @@ _RECENT = 10
 _MOST_RANKS = 512
 #: A rank that is late occasionally, or by little, is named if it explains this share of all waits.
 _MOST = 0.5
-#: The part of what ranks wait for one another that may be due to chance: steps never take as long.
+#: The part of mutual waits that may be due to chance: no two batches take exactly as long.
 _CHANCE = 0.25
 #: The quantile of batches that is a usual one.
 _USUAL = 0.25
@@ -285,15 +285,14 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     return late, late.seconds / max(signals.per_batch(seconds), 1e-12) * seconds
 
 
-def behind_workers(signals: Signals, late: Straggler | None) -> bool:
+def behind_workers(signals: Signals, late: Straggler) -> bool:
     """Whether a rank is late because it waits for its DataLoader workers, as `input_bound` says.
 
     Those of the others may be as slow: once one rank has no batches ahead, the others, which wait
     for it, keep theirs.
     """
     loader = signals.setup.loader
-    workers = loader is not None and loader.num_workers > 0
-    return workers and late is not None and late.phase == "input"
+    return loader is not None and loader.num_workers > 0 and late.phase == "input"
 
 
 def _reports(signals: Signals) -> int:
@@ -332,20 +331,21 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     certain = max(1 - taken * (_TIME_SLICE + queue) / max(wait, 1e-12), 0.0)
     if late is None:
         phase, evidence, advice = _turns(signals, seconds)
-        certain *= 1 - _CHANCE
+        within = {} if signals.on_device else {WAITS: seconds}
         if few:
-            certain = fewest(1) if _is_one_batch(signals, seconds) else 1.0
             advice = (
                 f"Ranks wait {duration(wait)} per batch for one another. {too_few}: a smaller "
                 "log_every_n_steps tells whether it is for one rank."
             )
-        yield Impact(
-            seconds, phase=phase, evidence={} if few else evidence, advice=advice, on_host=False,
-            certain=certain, highest="info" if few else "critical",
-            within={} if signals.on_device else {WAITS: seconds},
-        )  # fmt: skip
-        if few:
+            yield Impact(
+                seconds, phase=phase, advice=advice, on_host=False, highest="info", within=within,
+                certain=fewest(1) if _is_one_batch(signals, seconds) else 1.0,
+            )  # fmt: skip
             raise Unknown(too_few)
+        yield Impact(
+            seconds, phase=phase, evidence=evidence, advice=advice, on_host=False, within=within,
+            certain=(1 - _CHANCE) * certain,
+        )  # fmt: skip
         return
     if late.seconds < LEAST or behind_workers(signals, late):
         return
