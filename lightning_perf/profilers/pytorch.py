@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -200,21 +201,21 @@ class PyTorch(Profiler):
             tools.refuse_python_profiler(self)
         tools.refuse_torch_profiler(self, context)
         first = context.timestamp.batch
-        # A window is one cycle; torch 2.11 warns even so that earlier ones are lost.
-        kept = {"acc_events": True} if "acc_events" in self.tool_options() else {}
         profiler = profile(
             schedule=_phases(first, warmup),
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
             with_stack=self.with_stack,
             with_flops=self.with_flops,
-            **{**kept, **torch_options(self.options)},
+            **torch_options(self.options),
         )
         # Step numbers are batch numbers, so that traces of several ranks match.
         profiler.step_num = first
         for key, value in self._metadata(context, warmup).items():
             profiler.preset_metadata_json(key, json.dumps(value, ensure_ascii=False))
-        with tools.torch_profilers.starting():
+        with tools.torch_profilers.starting(), warnings.catch_warnings():
+            # A window is one cycle; torch 2.10 to 2.12 warn even so that earlier ones are lost.
+            warnings.filterwarnings("ignore", ".*Profiler clears events")
             profiler.start()
 
         def tick() -> None:

@@ -116,6 +116,20 @@ def test_torch_does_not_warn_about_cycles(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(found) == 2
 
 
+def test_the_end_of_a_window_does_not_process_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would delay training by up to ten times what it needs to stop; files need no events."""
+    processed: list[None] = []
+    monkeypatch.setattr(
+        torch.autograd.profiler.profile,
+        "_ensure_function_events",
+        lambda profiler: processed.append(None),
+    )
+    assert len(fit(tmp_path, PyTorch(schedule="every 6ba", with_stack=True))) == 2
+    assert not processed
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_timeline_is_of_the_rank_s_device(tmp_path: Path) -> None:
