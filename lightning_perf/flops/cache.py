@@ -50,8 +50,9 @@ _RANDOM_EVERY, _MOST_SAMPLES, _REPEATED = 46, 200, 10
 #: Counting starts anew if the mean of one of these numbers of checks differs from the mean of the
 #: counts before them by more than this share, and by more than this number of standard errors.
 _CHECKS, _MOVED, _ERRORS = (8, 16, 32), 0.05, 4
-#: Batches between two of a kind that was never counted, beyond which their share is too small.
-_FARTHEST = 200
+#: Batches between two of a kind that was never counted, beyond which their share is too small; such
+#: batches that ask for a count, and kinds that are told apart, at most: each batch may be of its own.
+_FARTHEST, _MOST_MISSED, _MOST_KINDS = 200, 64, 500
 #: Least and most batches from a refused count to the next try, or from a count of costs that differ
 #: to the next one. They are drawn at random, because a fixed number may have a common divisor with
 #: a cycle. It is not the next batch: more waits end in long batches than in short ones, and the one
@@ -85,8 +86,10 @@ class FlopCache:
     _oldest: tuple[Signature, ...] = ()
     # Checks that are among the counts, by signature or kind: those of costs that differ at random.
     _checks: Counter[Signature] = field(default_factory=Counter)
-    # Batches of kinds that were never counted: the number of the last one.
+    # Batches of kinds that were never counted: the number of the last one, and how many asked for
+    # a count.
     _missed: dict[Signature, int] = field(default_factory=dict)
+    _asked: int = 0
     _recounts: int = 0
     _differ: bool = False
     # Changes of the cost in a row, and whether the first batch of an epoch showed the last one.
@@ -100,6 +103,8 @@ class FlopCache:
     #: Whether counts were refused that would have found a cycle or a mean: each one then holds
     #: until the next.
     sparse: bool = False
+    #: The kind of all counted batches; None if there are several.
+    kind: Hashable = None
     # The last batch that was counted, the size of the cost of those after it, and of all before it.
     _last: int = 0
     _level: int = 0
@@ -144,6 +149,8 @@ class FlopCache:
         if signature[-1:] == (_FIRST,):
             return self._count_first(signature, counts)
         own = of_kind(signature, kind)
+        if own not in self._samples and len(self._samples) >= _MOST_KINDS:
+            own = signature
         known = self._samples.get(own)
         since = self.batches - self._last - 1
         self._before += self._level * since + _size(counts)
@@ -157,7 +164,9 @@ class FlopCache:
                 self._forget()
         self._last = self.batches
         if not self._samples:
-            self._oldest = signature, own
+            self._oldest, self.kind = (signature, own), kind
+        elif kind != self.kind:
+            self.kind = None
         kept = True
         if signature in self._samples:
             kept = self._count_again(signature, own, counts)
@@ -228,8 +237,8 @@ class FlopCache:
         of work that grows, half of the changes between two counts, since each is found late; of
         work at random, the standard error by the squares of the changes.
         """
-        # With manual optimization, a batch has the mean of its kind.
-        keys = [key for key in self._samples if not (self.manual and key in self.counts)]
+        # A batch has the mean of its kind, if there are kinds.
+        keys = [key for key in self._samples if key not in self.counts] or self._samples
         key = max(keys, key=lambda one: len(self._samples[one]), default=None)
         if key is None:
             return 0.0
@@ -247,9 +256,12 @@ class FlopCache:
         It is as far away as the last one.
         """
         own, batch = of_kind(signature, kind), self.batches
+        if signature not in self._samples or self._asked > _MOST_MISSED:
+            return
         last = self._missed.get(own, batch - 1)
         self._missed[own] = batch
-        if signature in self._samples and not self._recounting and batch - last <= _FARTHEST:
+        if not self._recounting and batch - last <= _FARTHEST:
+            self._asked += 1
             self._due_later = self._due_later or max(self._due, batch + 1)
             self._wait(batch - last - 1)
 

@@ -27,6 +27,7 @@ from lightning_perf.flops.cache import (
     of_kind,
 )
 from lightning_perf.flops.child import can_fork, in_child
+from lightning_perf.flops.compat import POSITION
 from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.external import COMPILED
 from lightning_perf.flops.peaks import BatchCost, PeakResolver
@@ -100,9 +101,10 @@ class FlopMeter:
     another cost. After enough signatures, the FLOPs of new ones are predicted. Data loaders of
     validation are counted by themselves.
 
-    Batches of one shape have kinds: with automatic optimization by how often the step ran, which
-    multiplies its FLOPs; with manual optimization by the optimizers that stepped, and by how often
-    these ran their closures. Each kind has its own cost.
+    Batches of one shape have kinds, each with its own cost: by the number of nodes that the step
+    adds to autograd's graph, which regularization of some batches or layers that are left out
+    change; with manual optimization also by the optimizers that stepped. How often the step ran, or
+    the closures of these optimizers, multiplies the FLOPs.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -162,6 +164,8 @@ class FlopMeter:
         self.closures = 0
         #: Whether the step returned nothing, so that Lightning skips the backward.
         self.skipped = False
+        #: The nodes that the last step added to autograd's graph.
+        self.nodes = 0
 
     def require(self, peak: float | str | None, name: str) -> None:
         """Request FLOPs, optionally with the device's peak, which an argument ``name`` gave.
@@ -439,32 +443,34 @@ class FlopMeter:
                 self._store(counts, (self.closures if self._manual else begun) or 1)
             except Exception as error:
                 self._fail(error)
-        elif self.work is not None and (self.skipped or self._manual or begun > 1):
-            self._specify(begun)
+        elif self._cache is not None and self.work is not None:
+            self._specify(self._cache, self.closures if self._manual else begun)
 
-    def _specify(self, begun: int) -> None:
+    def _specify(self, cache: FlopCache, runs: int) -> None:
         """Set ``work`` of a batch that was not counted by what is known after it."""
-        cache = self._cache
-        if cache is None or self.work is None:
-            return
-        if self._manual:
-            begun, kind = self.closures, tuple(self.stepped)
-            cost = cache.costs.get(of_kind(self._signature, kind))
-            if cost is None:
-                cache.missed(self._signature, kind)
-            self.work = cost or self.work
-        elif self.skipped and self._automatic:
+        assert self.work is not None
+        if self.skipped and self._automatic:
             cost = cache.costs.get((*self._signature, _SKIPPED))
             self.work = cost or self.work
             if cost is None:
                 cache.skip()
-        if begun > 1:
-            self.work = self.work.times(begun)
+        elif (kind := self._kind) != cache.kind:
+            cost = cache.costs.get(of_kind(self._signature, kind))
+            if cost is None:
+                cache.missed(self._signature, kind)
+            self.work = cost or self.work
+        if runs > 1:
+            self.work = self.work.times(runs)
 
     def run_closure(self, closure: Callable[..., Any], *args: Any) -> Any:
         """Run the closure of an optimizer with manual optimization."""
         self.closures += 1
         return closure(*args)
+
+    @property
+    def _kind(self) -> Hashable:
+        """The kind of the current batch."""
+        return (*self.stepped, self.nodes) if self._manual else self.nodes
 
     @property
     def _automatic(self) -> bool:
@@ -488,7 +494,7 @@ class FlopMeter:
         if known or (counts.model_flops and not skipped):
             one = weighted([(1 / runs, counts)]) if runs > 1 else counts
             own = (*self._signature, _SKIPPED) if skipped else self._signature
-            kind = tuple(self.stepped) if self._manual else None
+            kind = None if skipped else self._kind
             cache.store(own, self.peaks.cost_of(cache.count(own, one, kind)))
             if (of_this := of_kind(own, kind)) != own:
                 cache.store(of_this, self.peaks.cost_of(cache.mean_of(of_this)))
@@ -542,12 +548,13 @@ class _Step(MethodPatch):
         meter = self._meter
         several = self._stage != "train" and len(args) > self._loader
         meter.on_step(self._stage, args, args[self._loader] if several else None)
-        counting = meter.counting
+        counting, position = meter.counting, POSITION()
         if counting is None or counting.counter is None:
             found = self.original(*args, **kwargs)
         else:
             with counting.counter:
                 found = self.original(*args, **kwargs)
+        meter.nodes = POSITION() - position
         meter.skipped = found is None
         return found
 

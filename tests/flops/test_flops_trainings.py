@@ -412,12 +412,15 @@ def test_extra_work_of_the_first_batch_of_each_epoch(tmp_path: Path, every: int 
 class Scheduled(Small):
     """Runs as many further forwards in each batch as a function of its number says.
 
-    Skips the batch after them if the function returns a negative number.
+    Skips the batch after them if the function returns a negative number. With ``graph``, they are
+    in autograd's graph.
     """
 
-    def __init__(self, extra: Callable[[int], int], compiled: bool = False) -> None:
+    def __init__(
+        self, extra: Callable[[int], int], compiled: bool = False, graph: bool = False
+    ) -> None:
         super().__init__()
-        self.extra, self.batches = extra, 0
+        self.extra, self.batches, self.graph = extra, 0, graph
         if compiled:
             self.net.compile(backend="eager")
 
@@ -426,7 +429,7 @@ class Scheduled(Small):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         extra = self.extra(self.batches)
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.graph):
             for _ in range(abs(extra)):
                 self.net(batch[0])
         return None if extra < 0 else super().training_step(batch, batch_idx)
@@ -550,6 +553,44 @@ def test_the_mean_of_a_run_is_right_for_any_schedule(
     costs = [model.cost(n) for n in range(160) if extra(n) >= 0]
     error = missed * 4 * FORWARD / len(costs)
     assert known.mean == pytest.approx(sum(costs) / len(costs), abs=error + 1)
+
+
+DRAWS = np.random.default_rng(0).random(600)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "heavy",
+    [lambda n: n % 16 == 15, lambda n: n % 50 % 32 == 0, lambda n: DRAWS[n] < 0.1, lambda n: n > 90],
+    ids=["each 16th", "in epochs", "at random", "from batch 90 on"],
+)
+def test_batches_of_another_graph_have_a_cost_of_their_own(
+    tmp_path: Path, heavy: Callable[[int], bool], compiled: bool
+) -> None:
+    """Regularization of some batches or layers left out at random: some are counted of each kind."""
+    known, model = Known("1000ba"), Scheduled(lambda n: 40 * heavy(n), compiled, graph=True)
+    loader = DataLoader(TensorDataset(torch.ones(200, WIDTH), torch.ones(200, 1)), 4)
+    trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=12).fit(model, loader)
+    assert known.mean == pytest.approx(sum(map(model.cost, range(600))) / 600, rel=0.1)
+
+
+def test_few_batches_are_counted_if_each_builds_another_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a network that loops over what it finds: one batch in 20 at most, as for other work."""
+    started: list[None] = []
+    real = FlopCounter
+
+    def counter() -> FlopCounter:
+        started.append(None)
+        return real()
+
+    monkeypatch.setattr("lightning_perf.run.flop_meter.FlopCounter", counter)
+    known, model = Known("1000ba"), Scheduled(lambda n: int(40 * DRAWS[n]), graph=True)
+    loader = DataLoader(TensorDataset(torch.ones(2400, WIDTH), torch.ones(2400, 1)), 4)
+    trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=1).fit(model, loader)
+    assert len(started) <= 30 + 600 / 20
+    assert known.mean == pytest.approx(sum(map(model.cost, range(600))) / 600, rel=0.15)
 
 
 def test_work_that_is_added_later_is_found(tmp_path: Path) -> None:
