@@ -227,7 +227,8 @@ def test_a_rank_delayed_once_by_other_programs_is_not_a_straggler(
     use = {"cpu_util_simple": 100.0, "process_cpu": own}
     usual = signals_of_ranks({}, {}, **use).windows
     once = signals_of_ranks({"forward": {2: 40.0}}, dict.fromkeys((0, 1, 3), 40.0), **use).windows
-    signals = Signals([*usual[:5], once[0]], setup=Setup(world_size=4, cpus=2))
+    steps = np.repeat([1.1, 5.1], [50, 10])
+    signals = Signals([*usual[:5], once[0]], steps, setup=Setup(world_size=4, cpus=2))
     found = {each.code: each.severity for each in diagnose(signals).verdicts}
     assert found["straggler"] == severity
     # Four of ten windows are no chance.

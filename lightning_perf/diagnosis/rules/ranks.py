@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
 from lightning_perf.diagnosis.signals import STRATEGY, WAITS, Unknown
-from lightning_perf.diagnosis.stats import equal, fewest, stalls
+from lightning_perf.diagnosis.stats import equal, fewest
 from lightning_perf.units import counted, duration, rounded
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     # With other programs on the CPUs, any rank is late occasionally: by a time slice, and by what
     # it waits for a CPU.
     taken, queue = _taken(signals), signals.per_batch(signals.waiting)
-    wait = signals.per_batch(seconds)
+    wait, once = signals.per_batch(seconds), _is_one_event(signals, seconds)
     certain = max(1 - taken * (_TIME_SLICE + queue) / max(wait, 1e-12), 0.0)
     if late is None:
         phase, evidence, advice = _turns(signals, seconds)
@@ -339,19 +339,19 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
             )
             yield Impact(
                 seconds, phase=phase, advice=advice, on_host=False, highest="info", within=within,
-                certain=fewest(1) if _is_one_batch(signals, seconds) else 1.0,
+                certain=fewest(1) if once else 1.0,
             )  # fmt: skip
             raise Unknown(too_few)
         yield Impact(
-            seconds, phase=phase, evidence=evidence, advice=advice, on_host=False, within=within,
-            certain=(1 - _CHANCE) * certain,
+            seconds, 1.0 if once else None, phase=phase, evidence=evidence, advice=advice,
+            on_host=False, within=within, certain=fewest(1) if once else (1 - _CHANCE) * certain,
         )  # fmt: skip
         return
     if late.seconds < LEAST or behind_workers(signals, late):
         return
     # One that is late often is so by itself.
     again = max(1 - taken, min(certain, fewest(equal(signals.steady(seconds)))))
-    if _is_one_batch(signals, seconds):
+    if once:
         again = fewest(1)
     who = f"rank {late.rank}"
     evidence = {
@@ -399,10 +399,22 @@ def _is_usual(signals: Signals, seconds: Numbers) -> bool:
     return bool(longer < signals.steady(seconds).sum() / 2)
 
 
-def _is_one_batch(signals: Signals, seconds: Numbers) -> bool:
-    """Whether most of what ranks wait is in one batch, which may not come again."""
-    found = stalls(signals.within_epochs[signals.warm_steps :])
-    return len(found.positions) == 1 and bool(found.excess.sum() > seconds.sum() / 2)
+def _is_one_event(signals: Signals, seconds: Numbers) -> bool:
+    """Whether most of what ranks wait is at one place of the run, which may not come again.
+
+    A place is a batch, or what a window has beside its batches, such as hooks at the end of the
+    last epoch. What ranks wait in a window is where it takes longer than usual.
+    """
+    steps = signals.steps
+    windows, number = signals.windows_of(np.arange(len(steps))), len(signals.windows)
+    usual = np.median(steps[np.isfinite(steps)]) if np.isfinite(steps).any() else 0.0
+    longer = np.nan_to_num(np.maximum(steps - usual, 0.0))
+    beside = signals.wall - np.bincount(windows, np.nan_to_num(steps), number)
+    places = np.append(longer, np.maximum(beside, 0.0))
+    windows = np.append(windows, np.arange(number))
+    seconds = np.where(np.arange(number) < signals.start, 0.0, seconds)
+    part = seconds / np.maximum(np.bincount(windows, places, number), 1e-12)
+    return bool((part[windows] * places).max() > seconds.sum() / 2)
 
 
 def by_category(signals: Signals, seconds: Numbers) -> dict[str, Numbers]:
