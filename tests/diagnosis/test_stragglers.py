@@ -86,6 +86,22 @@ def test_one_event_in_which_a_rank_is_late_may_not_come_again(
     assert (found.rank, found.severity) == (2 if named else None, severity)
 
 
+def test_a_single_stall_of_a_worker_is_one_verdict_of_its_rank() -> None:
+    """It is the same on each rank, and no series of batches that waited for data."""
+    quiet = signals_of_ranks({}, {}, 2).windows[0]
+    steps = np.full(60, 1.1)
+    steps[35] += 60.0
+    setup = Setup(world_size=2, cpus=8, loader=Loader(2))
+    for rank in (0, 1):
+        waits = {1 - rank: 60.0}
+        paused = signals_of_ranks({"dataloader_next": {rank: 60.0}}, waits, 2, {}).windows[0]
+        windows = [quiet, quiet, quiet, paused, quiet, quiet]
+        verdicts = diagnose(Signals(windows=windows, steps=steps, setup=setup)).verdicts
+        (found,) = [each for each in verdicts if each.share > 0.1]
+        assert (found.code, found.rank, found.severity) == ("straggler", rank, "info")
+        assert f"waited 60.0 s for rank {rank} once, in input" in found.advice
+
+
 def test_a_rank_that_validates_longer_is_named_where_values_are_exchanged() -> None:
     """The others wait for it within validation, which takes as long on all ranks."""
     windows = [ranks_window(3, {"validation": {1: 5.0}}, {"waits/validation": {0: 5.0, 2: 5.0}})]

@@ -115,7 +115,7 @@ def _of_all_ranks(
     The sum is by window, the parts by category.
     """
     late, others = late_rank(signals, lateness)
-    if late is None or not behind_workers(signals, late):
+    if late is None or not behind_workers(signals, late, others):
         return waits, None, ""
     within = {} if signals.on_device else by_category(signals, others)
     if within:

@@ -285,14 +285,15 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     return late, late.seconds / max(signals.per_batch(seconds), 1e-12) * seconds
 
 
-def behind_workers(signals: Signals, late: Straggler) -> bool:
+def behind_workers(signals: Signals, late: Straggler, seconds: Numbers) -> bool:
     """Whether a rank is late because it waits for its DataLoader workers, as `input_bound` says.
 
     Those of the others may be as slow: once one rank has no batches ahead, the others, which wait
-    for it, keep theirs.
+    for it, keep theirs. A single stall is of this rank.
     """
     loader = signals.setup.loader
-    return loader is not None and loader.num_workers > 0 and late.phase == "input"
+    workers = loader is not None and loader.num_workers > 0
+    return workers and late.phase == "input" and not _is_one_event(signals, seconds)
 
 
 def _reports(signals: Signals) -> int:
@@ -347,7 +348,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
             on_host=False, within=within, certain=fewest(1) if once else (1 - _CHANCE) * certain,
         )  # fmt: skip
         return
-    if late.seconds < LEAST or behind_workers(signals, late):
+    if late.seconds < LEAST or behind_workers(signals, late, seconds):
         return
     # One that is late often is so by itself.
     again = max(1 - taken, min(certain, fewest(equal(signals.steady(seconds)))))
@@ -357,13 +358,19 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     evidence = {
         "waited_seconds": late.seconds,
         "node": float(late.node),
-        "slow_in": "most windows" if late.chronic else "some windows",
+        "slow_in": "most windows" if late.chronic else "one place" if once else "some windows",
     }
     advice = (
         f"The other ranks wait {duration(late.seconds)} per batch for {who}, which is slow in "
         f"{late.phase}. Compare its machine, its share of the data and its callbacks with those "
         "of the others."
     )
+    if once and not late.chronic:
+        longest = duration(float(signals.steady(seconds).max()))
+        advice = (
+            f"The other ranks waited {longest} for {who} once, in {late.phase}. Look for other "
+            "programs and slow storage on its machine."
+        )
     yield Impact(
         seconds, 1.0, who, late.phase, late.rank, evidence, advice, on_host=False,
         certain=certain if few else 1.0 if late.chronic else again, inferred=True,
