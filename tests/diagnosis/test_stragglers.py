@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.late import PHASES, Late, find, options
-from helpers.signals import signals_of_ranks
+from helpers.signals import signals_of_ranks, with_costs
 from helpers.small import trainer
 from helpers.windows import ranks_window, window_of
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from lightning_perf import Window, always_on
 from lightning_perf.diagnosis import LATENESS, Findings, diagnose
 from lightning_perf.diagnosis.rules.ranks import Straggler, straggler_of, work_of
 from lightning_perf.diagnosis.signals import Loader, Setup, Signals
-from lightning_perf.timing.totals import CATEGORIES
+from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 
 
 def find_straggler(windows: list[Window]) -> Straggler | None:
@@ -293,6 +293,39 @@ def test_phases_are_those_of_the_gpu(
     found = find_straggler([on_gpu(device, host)] * 3)
     assert found is not None
     assert (found.rank, found.phase) == (1, phase)
+
+
+def test_the_delay_of_another_rank_elsewhere_in_a_batch_does_not_make_up_for_a_late_one() -> None:
+    """Rank 1 loads longer, for which rank 0 waits in backward; rank 0 has a callback, for which
+    rank 1 waits at the start of the next batch.
+    """
+    waits = {"waits/start": {1: 4.0}, "waits/backward": {0: 7.0}}
+    own = {"callbacks": {0: 4.0}, "dataloader_next": {1: 7.0}}
+    window = ranks_window(2, own, waits, **{"waits/exchange": [0.0, 0.0]})
+    action = Action("train", "callbacks", "Plots.on_train_batch_end")
+    costs = [{action: Cost(4.0, 10)}] * 6
+    found = {v.code: v for v in diagnose(with_costs(Signals([window] * 6), costs)).verdicts}
+    assert (found["straggler"].rank, found["straggler"].phase) == (1, "input")
+    assert found["straggler"].share == pytest.approx(7 / 22)
+    assert found["callback-bound"].share == pytest.approx(4 / 22)
+
+
+def test_the_same_by_the_clocks_of_gpus() -> None:
+    """Rank 1 loads longer, and rank 0 logs longer at the end of a batch."""
+    window = on_gpu({"exposed_input": 5.0}, {"dataloader_next": 5.0})
+    columns = {name: window[name].tolist() for name in window.columns}
+    columns["waits/device/start"] = [0.0, 3.0, 3.0]
+    columns["timings/device/other"] = [4.0] * 3
+    found = find_straggler([window_of(columns)] * 3)
+    assert found is not None
+    assert (found.rank, found.phase) == (1, "input")
+    assert found.seconds == pytest.approx(0.5)
+
+
+def test_ranks_that_are_late_by_turns_within_a_part_of_the_batch_do_not_wait() -> None:
+    """More time in forward makes up for less in input: no rank waits between them."""
+    own = {"forward": {0: 4.0}, "dataloader_next": {1: 4.0}}
+    assert find_straggler([ranks_window(2, own, {})] * 5) is None
 
 
 def test_a_straggler_among_ten_thousand_ranks_is_found() -> None:

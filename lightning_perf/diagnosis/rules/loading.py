@@ -117,7 +117,7 @@ def _of_all_ranks(
     late, others = late_rank(signals, lateness)
     if late is None or not behind_workers(signals, late, others):
         return waits, None, ""
-    within = {} if signals.on_device else by_category(signals, others)
+    within = {} if signals.on_device else by_category(signals, others, late.rank)
     if within:
         within["dataloader_next"] = within["dataloader_next"] + waits
     text = (

@@ -49,6 +49,9 @@ _RECENT = 10
 _MOST_RANKS = 512
 #: A rank that is late occasionally, or by little, is named if it explains this share of all waits.
 _MOST = 0.5
+#: The share of the wall time from which on a rank's excess in a single phase counts where it has
+#: less in others: smaller ones are chance.
+_PART = 0.05
 #: The part of mutual waits that may be due to chance: no two batches take exactly as long.
 _CHANCE = 0.25
 #: The quantile of batches that is a usual one.
@@ -97,7 +100,7 @@ class Work:
 
     #: One row per rank, one column per phase, by the GPU's clock if there is one.
     own: Numbers
-    #: Per rank.
+    #: One row per rank, one column per point at which ranks wait for one another.
     waits: Numbers
     nodes: Numbers
     #: Mean over ranks.
@@ -119,12 +122,13 @@ class Work:
     def beside_others(self, rank: int) -> _Latest:
         """A rank compared with the others."""
         own, waits = self.own / self.batches, self.waits / self.batches
-        totals = own.sum(axis=1)
+        totals, waited = own.sum(axis=1), waits.sum(axis=1)
         return _Latest(
             rank,
             own[rank] - np.median(np.delete(own, rank, axis=0), axis=0),
             float(totals[rank] - np.median(np.delete(totals, rank))),
-            float(np.median(np.delete(waits, rank)) - waits[rank]),
+            np.median(np.delete(waits, rank, axis=0), axis=0) - waits[rank],
+            float(np.median(np.delete(waited, rank)) - waited[rank]),
         )
 
     def __add__(self, other: Work) -> Work:
@@ -141,8 +145,20 @@ class _Latest(NamedTuple):
     #: Own excess over the median of the others in each phase, and in all.
     phases: Numbers
     excess: float
-    #: How much longer the others wait than this rank.
+    #: How much longer the others wait than this rank at each point, and in all.
+    waits: Numbers
     waiting: float
+
+
+def _seconds(late: _Latest, wall: float) -> float:
+    """The seconds per batch that the others wait for a rank.
+
+    Where it has less work than they have, another rank may be late for the next point at which
+    ranks wait, which does not make up for what this one is late for another point.
+    """
+    least = max(_PART * wall, LEAST)
+    parts = (float(each[each >= least].sum()) for each in (late.phases, late.waits))
+    return max(min(late.excess, late.waiting), min(parts))
 
 
 def straggler_of(works: Sequence[Work], least: Lateness) -> Straggler | None:
@@ -157,8 +173,8 @@ def straggler_of(works: Sequence[Work], least: Lateness) -> Straggler | None:
         (works, True, least.share),
         ([reduce(add, works)], False, least.once),
     ):
-        straggler = _common(windows, chronic, least)
-        if straggler is not None and straggler.share >= share:
+        straggler = _common(windows, chronic, share, least)
+        if straggler is not None:
             return straggler
     return None
 
@@ -199,7 +215,9 @@ def lateness_table(windows: Sequence[Window]) -> dict[str, Any]:
     }
 
 
-def _common(works: Sequence[Work], chronic: bool, least: Lateness) -> Straggler | None:
+def _common(
+    works: Sequence[Work], chronic: bool, share: float, least: Lateness
+) -> Straggler | None:
     """The rank that is latest in most windows, if the others typically wait for it."""
     late = [work for work in works if work.latest.excess >= least.enough(work.wall / work.batches)]
     ranks = Counter(work.latest.rank for work in late)
@@ -207,17 +225,22 @@ def _common(works: Sequence[Work], chronic: bool, least: Lateness) -> Straggler 
     if ranks[rank] < least.chronic * len(works):
         return None
     late = [work for work in late if work.latest.rank == rank]
-    figures = [(work.wall / work.batches, work.latest.excess, work.latest.waiting) for work in late]
-    wall, excess, waiting = np.median(figures, axis=0)
-    seconds = min(excess, waiting)
-    if seconds < least.enough(wall) or excess < least.explained * waiting:
+    wall = float(np.median([work.wall / work.batches for work in late]))
+    medians = (
+        np.median(each, axis=0) for each in zip(*(work.latest for work in late), strict=True)
+    )
+    usual = _Latest._make(medians)
+    # Whether it is named depends on its whole batch: single parts vary more by chance.
+    windows, waited = len(late) / len(works), min(usual.excess, usual.waiting)
+    if waited < least.enough(wall) or windows * waited < share * wall:
         return None
-    phases = np.median([work.latest.phases for work in late], axis=0)
-    windows = len(late) / len(works)
+    if usual.excess < least.explained * usual.waiting:
+        return None
+    seconds = _seconds(usual, wall)
     return Straggler(
         rank,
         int(late[0].nodes[rank]),
-        list(PHASES)[int(phases.argmax())],
+        list(PHASES)[int(usual.phases.argmax())],
         float(windows * seconds / wall),
         float(windows * seconds),
         chronic,
@@ -227,10 +250,11 @@ def _common(works: Sequence[Work], chronic: bool, least: Lateness) -> Straggler 
 def work_of(window: Window) -> Work:
     """Own work and wait of each rank, from a window of ``timings/*`` and ``waits/*``."""
     own, waits = _phases(window, PHASES)
-    waits = waits + window[_WAITS]
-    wall = float(own.sum(axis=1).mean() + waits.mean())
+    metrics = window[_WAITS][:, np.newaxis]
+    wall = float((own.sum(axis=1) + waits.sum(axis=1) + metrics[:, 0]).mean())
     if "waits/device/backward" in window.columns and window.least("timings/device/batches") > 0:
         own, waits = _phases(window, _DEVICE_PHASES)
+    waits = np.append(waits, metrics, axis=1)
     return Work(own, waits, window["waits/node_rank"], wall, window.mean("progress/batches"))
 
 
@@ -238,12 +262,11 @@ def _phases(
     window: Window, phases: dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
 ) -> tuple[Numbers, Numbers]:
     """Seconds of each rank in each phase without waiting, and seconds of waiting."""
-    own, waits = [], np.zeros(window.world_size)
+    own, waits = [], []
     for columns, waiting in phases.values():
-        waited = sum((window[name] for name in waiting), np.zeros(window.world_size))
-        own.append(sum((window[f"timings/{name}"] for name in columns), -waited))
-        waits = waits + waited
-    return np.maximum(np.stack(own, axis=1), 0.0), waits
+        waits.append(sum((window[name] for name in waiting), np.zeros(window.world_size)))
+        own.append(sum((window[f"timings/{name}"] for name in columns), -waits[-1]))
+    return np.maximum(np.stack(own, axis=1), 0.0), np.stack(waits, axis=1)
 
 
 def _windows(signals: Signals) -> Sequence[Window]:
@@ -280,8 +303,9 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     seconds = signals.nothing
     for number, window in enumerate(windows):
         if window.batches:
-            found = work_of(window).beside_others(late.rank)
-            seconds[number] = window.batches * max(min(found.excess, found.waiting), 0.0)
+            work = work_of(window)
+            found = _seconds(work.beside_others(late.rank), work.wall / work.batches)
+            seconds[number] = window.batches * max(found, 0.0)
     return late, late.seconds / max(signals.per_batch(seconds), 1e-12) * seconds
 
 
@@ -374,7 +398,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     yield Impact(
         seconds, 1.0, who, late.phase, late.rank, evidence, advice, on_host=False,
         certain=certain if few else 1.0 if late.chronic else again, inferred=True,
-        within={} if signals.on_device else by_category(signals, seconds),
+        within={} if signals.on_device else by_category(signals, seconds, late.rank),
     )  # fmt: skip
 
 
@@ -424,9 +448,12 @@ def _is_one_event(signals: Signals, seconds: Numbers) -> bool:
     return bool((part[windows] * places).max() > seconds.sum() / 2)
 
 
-def by_category(signals: Signals, seconds: Numbers) -> dict[str, Numbers]:
+def by_category(signals: Signals, seconds: Numbers, rank: int) -> dict[str, Numbers]:
     """Seconds that ranks lose by a late one, by category: its own work, and the others' waits."""
-    own = {name: work.mean(axis=1) - work.min(axis=1) for name, work in signals.work.items()}
+    own = {
+        name: np.maximum(work[:, rank] - np.median(np.delete(work, rank, axis=1), axis=1), 0.0)
+        for name, work in signals.work.items()
+    }
     part = seconds / signals.windows[0].world_size
     ratio = part / np.maximum(sum(own.values(), signals.nothing), 1e-12)
     return {name: ratio * each for name, each in own.items()} | {WAITS: seconds - part}
