@@ -1,8 +1,8 @@
 """FLOPs of batches by their signatures, and which batches are counted.
 
-Batches with equal signatures cost the same FLOPs, unless the model chooses its layers at random or
-trains another network with each batch: some batches are counted again, and if these differ, the
-mean of more of them is used, to which later ones are added if there is no cycle.
+Batches with equal signatures, and of one kind, cost the same FLOPs, unless the model works at random
+where no gradients are computed: some batches are counted again, and if these differ, the mean of
+more of them is used, to which later ones are added if there is no cycle.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _RANDOM_EVERY, _MOST_SAMPLES, _REPEATED = 46, 200, 10
 #: Counting starts anew if the mean of one of these numbers of checks differs from the mean of the
 #: counts before them by more than this share, and by more than this number of standard errors.
 _CHECKS, _MOVED, _ERRORS = (8, 16, 32), 0.05, 4
-#: Batches between two of a kind that was never counted, beyond which their share is too small; such
-#: batches that ask for a count, and kinds that are told apart, at most: each batch may be of its own.
+#: Batches between two of a kind that was never counted, beyond which their share is too small. Each
+#: batch may be of a kind of its own: those that ask for a count, and kinds that are told apart.
 _FARTHEST, _MOST_MISSED, _MOST_KINDS = 200, 64, 500
 #: Least and most batches from a refused count to the next try, or from a count of costs that differ
 #: to the next one. They are drawn at random, because a fixed number may have a common divisor with
@@ -148,9 +148,7 @@ class FlopCache:
         self.skips = 0
         if signature[-1:] == (_FIRST,):
             return self._count_first(signature, counts)
-        own = of_kind(signature, kind)
-        if own not in self._samples and len(self._samples) >= _MOST_KINDS:
-            own = signature
+        own = self._own(signature, kind)
         known = self._samples.get(own)
         since = self.batches - self._last - 1
         self._before += self._level * since + _size(counts)
@@ -165,8 +163,6 @@ class FlopCache:
         self._last = self.batches
         if not self._samples:
             self._oldest, self.kind = (signature, own), kind
-        elif kind != self.kind:
-            self.kind = None
         kept = True
         if signature in self._samples:
             kept = self._count_again(signature, own, counts)
@@ -182,6 +178,13 @@ class FlopCache:
             self._wait(self._random.randint(*_RETRY) - 1)
         self._level = _size(self.counts[signature])
         return self.counts[signature]
+
+    def _own(self, signature: Signature, kind: Hashable) -> Signature:
+        """Return the key of a counted batch: its kind, or its signature if there are too many."""
+        if self._samples and kind != self.kind:
+            self.kind = None
+        own = of_kind(signature, kind)
+        return own if own in self._samples or len(self._samples) < _MOST_KINDS else signature
 
     def _count_again(self, signature: Signature, own: Signature, counts: Counts) -> bool:
         """Say when to count again after a known signature; return whether its counts are kept."""

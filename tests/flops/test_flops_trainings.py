@@ -561,13 +561,18 @@ DRAWS = np.random.default_rng(0).random(600)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     "heavy",
-    [lambda n: n % 16 == 15, lambda n: n % 50 % 32 == 0, lambda n: DRAWS[n] < 0.1, lambda n: n > 90],
+    [
+        lambda n: n % 16 == 15,
+        lambda n: n % 50 % 32 == 0,
+        lambda n: DRAWS[n] < 0.1,
+        lambda n: n >= 90,
+    ],
     ids=["each 16th", "in epochs", "at random", "from batch 90 on"],
 )
 def test_batches_of_another_graph_have_a_cost_of_their_own(
     tmp_path: Path, heavy: Callable[[int], bool], compiled: bool
 ) -> None:
-    """Regularization of some batches or layers left out at random: some are counted of each kind."""
+    """Some of each are counted, as of batches with a regularization or with layers left out."""
     known, model = Known("1000ba"), Scheduled(lambda n: 40 * heavy(n), compiled, graph=True)
     loader = DataLoader(TensorDataset(torch.ones(200, WIDTH), torch.ones(200, 1)), 4)
     trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=12).fit(model, loader)
