@@ -1,8 +1,8 @@
 """FLOPs of batches by their signatures, and which batches are counted.
 
-Batches with equal signatures, and of one kind, cost the same FLOPs, unless the model works at random
-where no gradients are computed: some batches are counted again, and if these differ, the mean of
-more of them is used, to which later ones are added if there is no cycle.
+Batches with equal signatures, and of one kind, cost the same FLOPs, unless the model works at
+random where no gradients are computed: some batches are counted again, and if these differ, the
+mean of more of them is used, to which later ones are added if there is no cycle.
 """
 
 from __future__ import annotations
