@@ -10,7 +10,7 @@ import signal as signals
 import subprocess
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from math import inf
 from pathlib import Path, PurePosixPath
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_perf.cli import Failure, check_output, print_json
 from lightning_perf.core.cost import priced
-from lightning_perf.errors import ConfigError, without_credentials
+from lightning_perf.errors import DAMAGE, ConfigError, describe, without_credentials
 from lightning_perf.files import walked, write_text
 from lightning_perf.schedule.triggers import PROC, USUAL, records_on, signal_number
 from lightning_perf.system.process import is_alive, lives
@@ -413,9 +413,9 @@ def report(
         from lightning_perf.tracking.page import report_page
 
         check_output(Path(html), b'name="generator" content="lightning_perf"')
-        write_text(
-            Path(html), report_page({**found.summary, "report": "", "traces": [], "pages": []})
-        )
+        with _damage_named(found):
+            page = report_page({**found.summary, "report": "", "traces": [], "pages": []})
+        write_text(Path(html), page)
     if json:
         say(text_of({**found.summary, "files": found.files}))
     else:
@@ -423,11 +423,22 @@ def report(
     return 0
 
 
+@contextmanager
+def _damage_named(run: Run) -> Iterator[None]:
+    """Name the run whose figures have the right types, but contradict each other."""
+    try:
+        yield
+    except DAMAGE as error:
+        raise Failure(f"the summary of {run.title} is damaged ({describe(error)})") from error
+
+
 #: Where `mlflow ui` serves by default.
 _UI = "http://127.0.0.1:5000"
 
 
 def _show_run(run: Run, console: Console) -> None:
+    with _damage_named(run):
+        shown = panel(run.summary)
     console.print(run.title, style="bold")
     if run.note:
         how = (
@@ -436,7 +447,7 @@ def _show_run(run: Run, console: Console) -> None:
             else "its id"
         )
         console.print(f"{run.note}. Name another one by {how}.")
-    console.print(panel(run.summary), soft_wrap=False)
+    console.print(shown, soft_wrap=False)
     files = sorted(run.files, key=_natural)  # by batch
     traces = [path for path in files if path.endswith(_TRACE_FILES)]
     _list(
