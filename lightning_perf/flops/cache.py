@@ -8,11 +8,12 @@ mean of more of them is used, to which later ones are added if there is no cycle
 from __future__ import annotations
 
 import math
+from bisect import bisect, insort
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from lightning_perf.flops.counter import Counts, mean
 from lightning_perf.flops.prediction import FlopModel, agree, fit, within
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
     from lightning_perf.flops.peaks import BatchCost
     from lightning_perf.flops.signature import Signature
@@ -65,6 +66,11 @@ _FIRST, _FIRSTS = "first", 16
 _PER_COUNT, _FREE = 20, 30 * 20
 
 
+#: A kind of batches: with manual optimization the optimizers that stepped, and the number of nodes
+#: that the step adds to autograd's graph.
+Kind: TypeAlias = tuple[int, ...]
+
+
 @dataclass(slots=True)
 class FlopCache:
     """FLOPs and costs by batch signature, for one stage and set of trainable parameters."""
@@ -86,6 +92,8 @@ class FlopCache:
     _oldest: tuple[Signature, ...] = ()
     # Checks that are among the counts, by signature or kind: those of costs that differ at random.
     _checks: Counter[Signature] = field(default_factory=Counter)
+    # The numbers of nodes of the kinds that were counted, in order, by the rest of their keys.
+    _nodes: dict[Signature, list[int]] = field(default_factory=dict)
     # Batches of kinds that were never counted: the number of the last one, and how many asked for
     # a count.
     _missed: dict[Signature, int] = field(default_factory=dict)
@@ -104,7 +112,7 @@ class FlopCache:
     #: until the next.
     sparse: bool = False
     #: The kind of all counted batches; None if there are several.
-    kind: Hashable = None
+    kind: Kind | None = None
     # The last batch that was counted, the size of the cost of those after it, and of all before it.
     _last: int = 0
     _level: int = 0
@@ -138,7 +146,22 @@ class FlopCache:
         """Return the cost that is known of a signature, or of others than the first of an epoch."""
         return self.costs.get(signature) or self.costs.get(signature[:-1])
 
-    def count(self, signature: Signature, counts: Counts, kind: Hashable = None) -> Counts:
+    def cost_of(self, signature: Signature, kind: Kind) -> BatchCost | None:
+        """Return the cost of a kind of batches that was counted, or of the most similar one.
+
+        That has the nearest number of nodes. None if there is no similar one.
+        """
+        cost = self.costs.get(of_kind(signature, kind))
+        if cost is None:
+            self._ask(signature, kind)
+            *rest, nodes = kind
+            known = self._nodes.get((*signature, *rest), [])
+            place = bisect(known, nodes)
+            for near in sorted(known[max(place - 1, 0) : place + 1], key=lambda n: abs(n - nodes)):
+                return self.costs.get(of_kind(signature, (*rest, near)))
+        return cost
+
+    def count(self, signature: Signature, counts: Counts, kind: Kind | None = None) -> Counts:
         """Add the counts of a batch; return what other batches of its signature cost on average.
 
         Batches of different kinds may differ, as a GAN's that step different optimizers: `mean_of`
@@ -179,12 +202,17 @@ class FlopCache:
         self._level = _size(self.counts[signature])
         return self.counts[signature]
 
-    def _own(self, signature: Signature, kind: Hashable) -> Signature:
+    def _own(self, signature: Signature, kind: Kind | None) -> Signature:
         """Return the key of a counted batch: its kind, or its signature if there are too many."""
         if self._samples and kind != self.kind:
             self.kind = None
         own = of_kind(signature, kind)
-        return own if own in self._samples or len(self._samples) < _MOST_KINDS else signature
+        if own in self._samples or kind is None:
+            return own
+        if len(self._samples) >= _MOST_KINDS:
+            return signature
+        insort(self._nodes.setdefault((*signature, *kind[:-1]), []), kind[-1])
+        return own
 
     def _count_again(self, signature: Signature, own: Signature, counts: Counts) -> bool:
         """Say when to count again after a known signature; return whether its counts are kept."""
@@ -253,11 +281,8 @@ class FlopCache:
             return unknown / max(self._before + self._level * since, 1)
         return float(np.std(costs, ddof=1) / np.mean(costs) / len(costs) ** 0.5)
 
-    def missed(self, signature: Signature, kind: Hashable) -> None:
-        """A batch of a kind that was never counted was not counted: count the next one.
-
-        It is as far away as the last one.
-        """
+    def _ask(self, signature: Signature, kind: Kind) -> None:
+        """Count the next batch of a kind that was never counted: it is as far as the last one."""
         own, batch = of_kind(signature, kind), self.batches
         if signature not in self._samples or self._asked > _MOST_MISSED:
             return
@@ -365,7 +390,9 @@ class FlopCache:
 
     def _forget(self) -> None:
         """Start anew with what has changed."""
-        for known in (self.counts, self.costs, self._samples, self._missed, self._checks):
+        for known in (
+            self.counts, self.costs, self._samples, self._nodes, self._missed, self._checks
+        ):  # fmt: skip
             known.clear()
         self.predictor, self.fitted_at = None, 0
         self._due = self._due_later = self._recounts = self._firsts = 0
@@ -402,7 +429,7 @@ class FlopCache:
         self.costs[signature] = cost
 
 
-def of_kind(signature: Signature, kind: Hashable) -> Signature:
+def of_kind(signature: Signature, kind: Kind | None) -> Signature:
     """Return the key of the batches of a kind. The first ones of epochs have no kinds."""
     return signature if kind is None or signature[-1:] == (_FIRST,) else (*signature, kind)
 

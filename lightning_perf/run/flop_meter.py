@@ -24,6 +24,7 @@ from lightning_perf.flops.cache import (
     MORE_RECOUNTS,
     MOST_COUNTED,
     FlopCache,
+    Kind,
     of_kind,
 )
 from lightning_perf.flops.child import can_fork, in_child
@@ -455,10 +456,7 @@ class FlopMeter:
             if cost is None:
                 cache.skip()
         elif (kind := self._kind) != cache.kind:
-            cost = cache.costs.get(of_kind(self._signature, kind))
-            if cost is None:
-                cache.missed(self._signature, kind)
-            self.work = cost or self.work
+            self.work = cache.cost_of(self._signature, kind) or self.work
         if runs > 1:
             self.work = self.work.times(runs)
 
@@ -468,9 +466,9 @@ class FlopMeter:
         return closure(*args)
 
     @property
-    def _kind(self) -> Hashable:
+    def _kind(self) -> Kind:
         """The kind of the current batch."""
-        return (*self.stepped, self.nodes) if self._manual else self.nodes
+        return (*self.stepped, self.nodes) if self._manual else (self.nodes,)
 
     @property
     def _automatic(self) -> bool:

@@ -579,10 +579,13 @@ def test_batches_of_another_graph_have_a_cost_of_their_own(
     assert known.mean == pytest.approx(sum(map(model.cost, range(600))) / 600, rel=0.1)
 
 
+@pytest.mark.parametrize(
+    "extra", [lambda n: int(40 * DRAWS[n]), lambda n: n // 8], ids=["loops", "grows"]
+)
 def test_few_batches_are_counted_if_each_builds_another_graph(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: Callable[[int], int]
 ) -> None:
-    """As of a network that loops over what it finds: one batch in 20 at most, as for other work."""
+    """As of a network that loops or grows: one batch in 20 at most, others cost as similar ones."""
     started: list[None] = []
     real = FlopCounter
 
@@ -591,7 +594,7 @@ def test_few_batches_are_counted_if_each_builds_another_graph(
         return real()
 
     monkeypatch.setattr("lightning_perf.run.flop_meter.FlopCounter", counter)
-    known, model = Known("1000ba"), Scheduled(lambda n: int(40 * DRAWS[n]), graph=True)
+    known, model = Known("1000ba"), Scheduled(extra, graph=True)
     loader = DataLoader(TensorDataset(torch.ones(2400, WIDTH), torch.ones(2400, 1)), 4)
     trainer(tmp_path, known, Flops("1000ba", peak_flops=1e9), max_epochs=1).fit(model, loader)
     assert len(started) <= 30 + 600 / 20
