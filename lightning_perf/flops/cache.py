@@ -54,6 +54,8 @@ _CHECKS, _MOVED, _ERRORS = (8, 16, 32), 0.05, 4
 #: Batches between two of a kind that was never counted, beyond which their share is too small. Each
 #: batch may be of a kind of its own: those that ask for a count, and kinds that are told apart.
 _FARTHEST, _MOST_MISSED, _MOST_KINDS = 200, 64, 500
+#: Shapes whose batches have kinds by their numbers of nodes, at most: the last batch may be small.
+_FEW_SHAPES = 2
 #: Least and most batches from a refused count to the next try, or from a count of costs that differ
 #: to the next one. They are drawn at random, because a fixed number may have a common divisor with
 #: a cycle. It is not the next batch: more waits end in long batches than in short ones, and the one
@@ -113,6 +115,9 @@ class FlopCache:
     sparse: bool = False
     #: The kind of all counted batches; None if there are several.
     kind: Kind | None = None
+    #: Whether there are so many shapes that graphs of different size are not told apart: the
+    #: formulas for other shapes have no number of nodes.
+    many_shapes: bool = False
     # The last batch that was counted, the size of the cost of those after it, and of all before it.
     _last: int = 0
     _level: int = 0
@@ -145,6 +150,13 @@ class FlopCache:
     def known(self, signature: Signature) -> BatchCost | None:
         """Return the cost that is known of a signature, or of others than the first of an epoch."""
         return self.costs.get(signature) or self.costs.get(signature[:-1])
+
+    def limit_kinds(self, signature: Signature) -> None:
+        """Tell graphs of other sizes apart no longer if this is the signature of one too many."""
+        shapes = [one for one in self.counts.keys() | {signature} if one[-1:] != (_FIRST,)]
+        if not self.many_shapes and len(shapes) > _FEW_SHAPES:
+            self._forget()
+            self.many_shapes, self.kind, self._changes = True, None, 0
 
     def cost_of(self, signature: Signature, kind: Kind) -> BatchCost | None:
         """Return the cost of a kind of batches that was counted, or of the most similar one.

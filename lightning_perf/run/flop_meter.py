@@ -455,7 +455,7 @@ class FlopMeter:
             self.work = cost or self.work
             if cost is None:
                 cache.skip()
-        elif (kind := self._kind) != cache.kind:
+        elif (kind := self._kind) != cache.kind and kind is not None:
             self.work = cache.cost_of(self._signature, kind) or self.work
         if runs > 1:
             self.work = self.work.times(runs)
@@ -466,9 +466,12 @@ class FlopMeter:
         return closure(*args)
 
     @property
-    def _kind(self) -> Kind:
-        """The kind of the current batch."""
-        return (*self.stepped, self.nodes) if self._manual else (self.nodes,)
+    def _kind(self) -> Kind | None:
+        """The kind of the current batch; None if all are of one kind."""
+        told_apart = self._cache is not None and not self._cache.many_shapes
+        if self._manual:
+            return (*self.stepped, self.nodes * told_apart)
+        return (self.nodes,) if told_apart else None
 
     @property
     def _automatic(self) -> bool:
@@ -492,6 +495,7 @@ class FlopMeter:
         if known or (counts.model_flops and not skipped):
             one = weighted([(1 / runs, counts)]) if runs > 1 else counts
             own = (*self._signature, _SKIPPED) if skipped else self._signature
+            cache.limit_kinds(own)
             kind = None if skipped else self._kind
             cache.store(own, self.peaks.cost_of(cache.count(own, one, kind)))
             if (of_this := of_kind(own, kind)) != own:
