@@ -53,6 +53,11 @@ _DEVICE_WAITS = {
 WARM_UP = 2
 #: Categories in which long batches have rules of their own.
 NAMED = ("callbacks", "logging", "checkpoint")
+#: Hooks after the exchange of gradients: ranks wait next at the start of the following batch.
+_AFTER_GRADIENTS = (
+    ".on_after_backward", ".on_before_optimizer_step", ".configure_gradient_clipping",
+    ".on_train_batch_end",
+)  # fmt: skip
 #: Windows, as calls, in which one of our own profilers recorded.
 RECORDING = Action("recorder", "", "recording")
 #: The squares of the seconds of collections, as seconds.
@@ -139,6 +144,10 @@ class Setup:
     validation_loader: Loader | None = None
     #: Class names of our own callbacks.
     ours: frozenset[str] = frozenset()
+
+
+def _follows_gradients(row: Action) -> bool:
+    return row.name.rstrip(")").endswith(_AFTER_GRADIENTS)
 
 
 Ratio = TypeVar("Ratio", float, "Numbers")
@@ -353,6 +362,64 @@ class Signals:
             lost[name] = np.minimum(part, 1.0) * seconds
             waits = waits + seconds - lost[name]
         return lost if self.on_device else lost | {WAITS: waits}
+
+    def waited_for(self, rows: Sequence[Action]) -> dict[str, Numbers]:
+        """Seconds of some actions in each window, by category, without what no rank waits for.
+
+        What this rank spends more than others is hidden as far as another one is later anyway.
+        """
+        within, caught = self.within(rows), self._caught
+        for row in rows:
+            if caught and row.category in self._alone:
+                part = caught[_follows_gradients(row)]
+                hidden = (1 - part) * self._alone[row.category] * self.actions[row].seconds
+                within[row.category] = within[row.category] - hidden
+        return within
+
+    @cached_property
+    def _alone(self) -> dict[str, Numbers]:
+        """The part of this rank's work that not all ranks have, by category."""
+        return {
+            name: 1 - self.work[name].min(axis=1) / np.maximum(self.own_work(name), 1e-12)
+            for name in (*NAMED, "other")
+        }
+
+    @cached_property
+    def _caught(self) -> tuple[Numbers, Numbers] | None:
+        """The part of this that others wait for in each window: of any cost, and of late ones.
+
+        Late ones follow the exchange of gradients. All share what others wait: no second is in two.
+        None if ranks do not wait both for gradients and at the start of batches.
+        """
+        waits = {
+            name: np.array([window[column] for window in self.windows])
+            for name, (column, _) in (_WAITS if self.mutual and not self.on_device else {}).items()
+        }
+        if not all(name in waits and waits[name].any() for name in ("other", "backward")):
+            return None
+        rank = self.windows[0].rank
+        longer = {
+            name: np.maximum(np.delete(each, rank, axis=1) - each[:, [rank]], 0.0)
+            for name, each in waits.items()
+        }
+        works = [self.work[name] for name in self._alone]
+        more = np.sum([each - each.min(axis=1, keepdims=True) for each in works], axis=0)
+        others = np.delete(more, rank, axis=1)
+        late = [r for r in self.rows(*self._alone) if _follows_gradients(r)]
+        excess = sum((self._alone[n] * e for n, e in self.within(late).items()), self.nothing)
+        whole = self._part(more[:, rank], others + sum(longer.values()))
+        return whole, np.minimum(whole, self._part(excess, others + longer["other"]))
+
+    def _part(self, excess: Numbers, others: Numbers) -> Numbers:
+        """The part of an excess within what each other rank waits or does meanwhile."""
+        limit = others.min(axis=1)
+        if self.windows[-1].at_end:  # no rank waits for what follows the last batch
+            limit[-1] += inf if self.dropped else sum(map(self.after_last, self._alone))
+        found = np.minimum(excess, limit)
+        # For what is in the last batch of a window they may wait in the next one.
+        found[:-1] += np.minimum((excess - found)[:-1], (limit - found)[1:])
+        part: Numbers = np.where(excess > 0, found / np.maximum(excess, 1e-12), 1.0)
+        return part
 
     def column(self, name: str) -> Numbers | None:
         """A column's sum over ranks in each window; None if there is no such column."""

@@ -310,6 +310,58 @@ def test_the_delay_of_another_rank_elsewhere_in_a_batch_does_not_make_up_for_a_l
     assert found["callback-bound"].share == pytest.approx(4 / 22)
 
 
+def test_a_cost_of_one_rank_counts_as_far_as_the_others_wait_for_it() -> None:
+    """Another rank's longer step, before the same point of waiting, hides it otherwise."""
+
+    def cost(
+        own: dict[str, dict[int, float]],
+        start: dict[int, float],
+        gradients: float = 0.5,
+        **hooks: float,
+    ) -> tuple[float, float]:
+        waits = {"waits/start": start, "waits/backward": {0: 0.5, 1: gradients}}
+        columns = {"waits/exchange": [0.5, 0.5]}
+        columns |= {f"timings/{name}": [0.0, 0.0] for name in ("callbacks", "logging")}
+        for name in ("callbacks", "logging"):
+            for rank, seconds in own.get(name, {}).items():
+                columns[f"timings/{name}"][rank] = seconds
+        window = ranks_window(2, own, waits, **columns)
+        costs = {
+            Action("train", "logging" if "log" in name else "callbacks", f"Plots.{name}"): Cost(
+                seconds, 10
+            )
+            for name, seconds in hooks.items()
+        }
+        signals = with_costs(Signals([window] * 6), [costs] * 6)
+        verdicts = diagnose(signals).verdicts
+        assert sum(each.share for each in verdicts) <= 1 + 1e-9
+        assert not any(each.code == "straggler" and each.rank == 0 for each in verdicts)
+        codes = ("callback-bound", "logger-bound")
+        wall = float(signals.wall[0])
+        found = [sum(v.share for v in verdicts if v.code == code) * wall for code in codes]
+        return found[0], found[1]
+
+    # What both ranks spend.
+    both = {"callbacks": {0: 10.0, 1: 10.0}, "optimizer_step": {1: 6.0}}
+    assert cost(both, {0: 6.0}, on_train_batch_end=10.0)[0] == pytest.approx(10.0)
+    # Alone; longer, and shorter than the other rank's step.
+    alone = {"callbacks": {0: 10.0}}
+    assert cost(alone, {1: 10.0}, on_train_batch_end=10.0)[0] == pytest.approx(10.0)
+    longer = alone | {"optimizer_step": {1: 6.0}}
+    assert cost(longer, {1: 4.0}, on_train_batch_end=10.0)[0] == pytest.approx(4.0)
+    shorter = {"callbacks": {0: 6.0}, "optimizer_step": {1: 10.0}}
+    assert cost(shorter, {0: 4.0}, on_train_batch_end=6.0)[0] < 1.0
+    # Two costs share what the other rank waits.
+    two = {"callbacks": {0: 6.0}, "logging": {0: 6.0}, "optimizer_step": {1: 6.0}}
+    found = cost(two, {1: 6.0}, on_train_batch_end=6.0, log_metrics=6.0)
+    assert found == pytest.approx((3.0, 3.0))
+    # For a hook at the start of a batch it waits in backward.
+    even = {0: 0.1, 1: 0.1}
+    assert cost(alone, even, 10.5, on_train_batch_start=10.0)[0] == pytest.approx(10.0)
+    hidden = {"callbacks": {0: 6.0}, "forward": {1: 10.0}}
+    assert cost(hidden, even, on_train_batch_start=6.0)[0] < 1.0
+
+
 def test_the_same_by_the_clocks_of_gpus() -> None:
     """Rank 1 loads longer, and rank 0 logs longer at the end of a batch."""
     window = on_gpu({"exposed_input": 5.0}, {"dataloader_next": 5.0})

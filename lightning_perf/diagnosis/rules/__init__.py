@@ -265,8 +265,11 @@ def judge(
         # because a GPU that waits for another one counts as busy.
         idle = min(1.0, signals.gpu_idle * wall.sum() / max(seconds.sum(), 1e-12))
         parts, seconds = {name: idle * part for name, part in parts.items()}, idle * seconds
-    if impact.inferred and seconds.sum() < _KEPT * impact.seconds[start:].sum():
-        return
+    waits, wanted = (each.get(WAITS, signals.nothing) for each in (parts, impact.within or {}))
+    for left, every in ((seconds, impact.seconds[start:]), (waits[start:], wanted[start:])):
+        # A late rank costs nothing beyond what others wait for it.
+        if impact.inferred and left.sum() < _KEPT * every.sum():
+            return
     claim = unclaimed.claim(parts, steady=start > 0, contended=impact.contended)
     share = claim.share
     per_batch = share * float(signals.wall.sum()) / signals.batches

@@ -90,13 +90,14 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         rows = sorted(costs, key=costs.__getitem__, reverse=True)
         slowest, total = rows[0], sum(costs.values())
         rows = rows[:1] if costs[slowest] >= named * total else rows
-        within = signals.lost(signals.within(rows))
+        within = signals.lost(signals.waited_for(rows))
         seconds = sum(within.values(), signals.nothing)
+        spent = sum(signals.lost(signals.within(rows)).values(), signals.nothing)
         calls = max(float(signals.steady(signals.actions[slowest].calls).sum()), 1.0)
         culprit, values = slowest.name, _by_batch(signals, rows)
         times = _Times(values, stats.stalls(values))
         if len(rows) == 1:
-            per_call = float(signals.steady(seconds).sum()) / calls
+            per_call = float(signals.steady(spent).sum()) / calls
             per_call, often, worked = times.described() or (per_call, "per call", calls)
             takes = f"{called(culprit)} takes {duration(per_call)} {often}"
             evidence: dict[str, float | str] = {"calls": worked, "seconds_per_call": per_call}
@@ -104,7 +105,7 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
             parts = [(row.name.partition(".")[2], costs[row] / total) for row in rows[:_LISTED]]
             split = ", ".join(f"{name} {share:.0%}" for name, share in parts)
             culprit = f"{culprit.partition('.')[0]} ({len(rows)} {kind})"
-            takes = f"{culprit} takes {duration(signals.per_batch(seconds))} per batch ({split})"
+            takes = f"{culprit} takes {duration(signals.per_batch(spent))} per batch ({split})"
             evidence = {kind: split}
         events = calls if calls < 0.5 * signals.steady(signals.counts).sum() else None
         impact = Impact(
@@ -255,7 +256,8 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     saves = max(min(signals.saves, float(signals.total(writes).calls.sum())), 1.0)
     events = signals.events["checkpoint"]
     own = _without_set_up(signals.total(rows).seconds, events.set_up)
-    within = signals.lost({"checkpoint": own})
+    waited_for = signals.waited_for(rows)["checkpoint"]
+    within = signals.lost({"checkpoint": np.minimum(own, waited_for)})
     seconds = sum(within.values(), signals.nothing)
     per_checkpoint = float(own.sum() / saves)
     interval, often = _interval(signals, saves)
