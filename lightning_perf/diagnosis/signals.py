@@ -368,16 +368,16 @@ class Signals:
 
         What this rank spends more than others is hidden as far as another one is later anyway.
         """
-        within, caught = self.within(rows), self._caught
+        within, parts = self.within(rows), self._waited_parts
         for row in rows:
-            if caught and row.category in self._alone:
-                part = caught[_follows_gradients(row)]
-                hidden = (1 - part) * self._alone[row.category] * self.actions[row].seconds
+            if parts and row.category in self._beyond_others:
+                part = parts[_follows_gradients(row)]
+                hidden = (1 - part) * self._beyond_others[row.category] * self.actions[row].seconds
                 within[row.category] = within[row.category] - hidden
         return within
 
     @cached_property
-    def _alone(self) -> dict[str, Numbers]:
+    def _beyond_others(self) -> dict[str, Numbers]:
         """The part of this rank's work that not all ranks have, by category."""
         return {
             name: 1 - self.work[name].min(axis=1) / np.maximum(self.own_work(name), 1e-12)
@@ -385,7 +385,7 @@ class Signals:
         }
 
     @cached_property
-    def _caught(self) -> tuple[Numbers, Numbers] | None:
+    def _waited_parts(self) -> tuple[Numbers, Numbers] | None:
         """The part of this that others wait for in each window: of any cost, and of late ones.
 
         Late ones follow the exchange of gradients. All share what others wait: no second is in two.
@@ -402,11 +402,13 @@ class Signals:
             name: np.maximum(np.delete(each, rank, axis=1) - each[:, [rank]], 0.0)
             for name, each in waits.items()
         }
-        works = [self.work[name] for name in self._alone]
+        works = [self.work[name] for name in self._beyond_others]
         more = np.sum([each - each.min(axis=1, keepdims=True) for each in works], axis=0)
         others = np.delete(more, rank, axis=1)
-        late = [r for r in self.rows(*self._alone) if _follows_gradients(r)]
-        excess = sum((self._alone[n] * e for n, e in self.within(late).items()), self.nothing)
+        late = [r for r in self.rows(*self._beyond_others) if _follows_gradients(r)]
+        excess = sum(
+            (self._beyond_others[n] * e for n, e in self.within(late).items()), self.nothing
+        )
         whole = self._part(more[:, rank], others + sum(longer.values()))
         return whole, np.minimum(whole, self._part(excess, others + longer["other"]))
 
@@ -414,7 +416,7 @@ class Signals:
         """The part of an excess within what each other rank waits or does meanwhile."""
         limit = others.min(axis=1)
         if self.windows[-1].at_end:  # no rank waits for what follows the last batch
-            limit[-1] += inf if self.dropped else sum(map(self.after_last, self._alone))
+            limit[-1] += inf if self.dropped else sum(map(self.after_last, self._beyond_others))
         found = np.minimum(excess, limit)
         # For what is in the last batch of a window they may wait in the next one.
         found[:-1] += np.minimum((excess - found)[:-1], (limit - found)[1:])
