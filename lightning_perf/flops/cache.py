@@ -154,9 +154,13 @@ class FlopCache:
     def limit_kinds(self, signature: Signature) -> None:
         """Tell graphs of other sizes apart no longer if this is the signature of one too many."""
         shapes = [one for one in self.counts.keys() | {signature} if one[-1:] != (_FIRST,)]
-        if not self.many_shapes and len(shapes) > _FEW_SHAPES:
-            self._forget()
-            self.many_shapes, self.kind, self._changes = True, None, 0
+        if self.many_shapes or len(shapes) <= _FEW_SHAPES:
+            return
+        self._samples = {one: self._samples[one] for one in self._samples.keys() & self.counts}
+        if any(one.flops != each[-1].flops for each in self._samples.values() for one in each):
+            self._forget()  # the means are of several kinds
+            self._changes = 0
+        self.many_shapes, self.kind = True, None
 
     def cost_of(self, signature: Signature, kind: Kind) -> BatchCost | None:
         """Return the cost of a kind of batches that was counted, or of the most similar one.
