@@ -149,7 +149,10 @@ def test_a_damaged_summary_is_refused_or_shown(
     for command in (["report"], page, ["compare", whole], ["compare", whole, "--threshold=5%"]):
         said = io.StringIO()
         with redirect_stdout(said), redirect_stderr(said):
-            exit_code(command[0], str(tmp_path), *command[1:])
+            code = exit_code(command[0], str(tmp_path), *command[1:])
+        if command is page:
+            assert (tmp_path / "report.html").exists() == (code == 0)
+            (tmp_path / "report.html").unlink(missing_ok=True)
         assert "Traceback" not in said.getvalue()
     try:
         run = read_folder(tmp_path)

@@ -363,7 +363,7 @@ class Signals:
             waits = waits + seconds - lost[name]
         return lost if self.on_device else lost | {WAITS: waits}
 
-    def waited_for(self, rows: Sequence[Action]) -> dict[str, Numbers]:
+    def delaying(self, rows: Sequence[Action]) -> dict[str, Numbers]:
         """Seconds of some actions in each window, by category, without what no rank waits for.
 
         What this rank spends more than others is hidden as far as another one is later anyway.

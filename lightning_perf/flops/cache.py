@@ -152,7 +152,7 @@ class FlopCache:
         return self.costs.get(signature) or self.costs.get(signature[:-1])
 
     def limit_kinds(self, signature: Signature) -> None:
-        """Tell graphs of other sizes apart no longer if this is the signature of one too many."""
+        """Stop telling graphs of different size apart if this signature is one shape too many."""
         shapes = [one for one in self.counts.keys() | {signature} if one[-1:] != (_FIRST,)]
         if self.many_shapes or len(shapes) <= _FEW_SHAPES:
             return
@@ -173,8 +173,9 @@ class FlopCache:
             *rest, nodes = kind
             known = self._nodes.get((*signature, *rest), [])
             place = bisect(known, nodes)
-            for near in sorted(known[max(place - 1, 0) : place + 1], key=lambda n: abs(n - nodes)):
-                return self.costs.get(of_kind(signature, (*rest, near)))
+            beside = known[max(place - 1, 0) : place + 1]
+            nearest = min(beside, key=lambda number: abs(number - nodes), default=nodes)
+            cost = self.costs.get(of_kind(signature, (*rest, nearest)))
         return cost
 
     def count(self, signature: Signature, counts: Counts, kind: Kind | None = None) -> Counts:
@@ -219,7 +220,7 @@ class FlopCache:
         return self.counts[signature]
 
     def _own(self, signature: Signature, kind: Kind | None) -> Signature:
-        """Return the key of a counted batch: its kind, or its signature if there are too many."""
+        """Note the kind of a counted batch and return its key; with too many, its signature."""
         if self._samples and kind != self.kind:
             self.kind = None
         own = of_kind(signature, kind)
@@ -298,7 +299,7 @@ class FlopCache:
         return float(np.std(costs, ddof=1) / np.mean(costs) / len(costs) ** 0.5)
 
     def _ask(self, signature: Signature, kind: Kind) -> None:
-        """Count the next batch of a kind that was never counted: it is as far as the last one."""
+        """Count the next batch of a new kind, which is expected at the distance of the last two."""
         own, batch = of_kind(signature, kind), self.batches
         if signature not in self._samples or self._asked > _MOST_MISSED:
             return

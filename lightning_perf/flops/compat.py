@@ -29,7 +29,7 @@ _RECOMPUTING = frozenset(["backward", "recompute_fn", "unpack_hook"])
 RUN = "_engine_run_backward"
 _AUTOGRAD_BACKWARD = torch.autograd.backward.__code__
 #: The number of the next node of autograd's graph in the calling thread; 0 if it is unknown.
-POSITION: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", int)
+next_node: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", int)
 #: Whether each backward that runs under a counter will be differentiated (``create_graph=True``):
 #: the innermost one is last.
 _DIFFERENTIATED: list[bool] = []
@@ -75,7 +75,7 @@ def is_in_backward() -> bool:
 
 def graph_position() -> int | None:
     """The number of the next node of autograd's graph in this thread; None if it is unknown."""
-    return None if POSITION is int else POSITION()
+    return None if next_node is int else next_node()
 
 
 def nodes_since(tensors: Iterable[Tensor], position: int | None) -> set[Any]:

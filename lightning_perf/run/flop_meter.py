@@ -28,7 +28,7 @@ from lightning_perf.flops.cache import (
     of_kind,
 )
 from lightning_perf.flops.child import can_fork, in_child
-from lightning_perf.flops.compat import POSITION
+from lightning_perf.flops.compat import next_node
 from lightning_perf.flops.counter import Counts, FlopCounter, weighted
 from lightning_perf.flops.external import COMPILED
 from lightning_perf.flops.peaks import BatchCost, PeakResolver
@@ -102,10 +102,10 @@ class FlopMeter:
     another cost. After enough signatures, the FLOPs of new ones are predicted. Data loaders of
     validation are counted by themselves.
 
-    Batches of one shape have kinds, each with its own cost: by the number of nodes that the step
-    adds to autograd's graph, which regularization of some batches or layers that are left out
-    change; with manual optimization also by the optimizers that stepped. How often the step ran, or
-    the closures of these optimizers, multiplies the FLOPs.
+    Batches of one shape have kinds, each with its own cost. A kind is the number of nodes that the
+    step adds to autograd's graph: it differs where some batches have a regularization, or leave out
+    layers. With manual optimization, a kind has the optimizers that stepped, too. How often the
+    step ran, or the closures of these optimizers, multiplies the FLOPs.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
@@ -550,13 +550,13 @@ class _Step(MethodPatch):
         meter = self._meter
         several = self._stage != "train" and len(args) > self._loader
         meter.on_step(self._stage, args, args[self._loader] if several else None)
-        counting, position = meter.counting, POSITION()
+        counting, position = meter.counting, next_node()
         if counting is None or counting.counter is None:
             found = self.original(*args, **kwargs)
         else:
             with counting.counter:
                 found = self.original(*args, **kwargs)
-        meter.nodes = POSITION() - position
+        meter.nodes = next_node() - position
         meter.skipped = found is None
         return found
 

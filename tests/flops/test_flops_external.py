@@ -286,7 +286,7 @@ def test_without_numbers_of_nodes(registered: Any, monkeypatch: pytest.MonkeyPat
     """A backward is listed, not left out without a word."""
     call = fused("kernel", "kernel")
     kernels = registered(lambda x, weight: call(x, weight), lambda *_, out: PRODUCT)
-    monkeypatch.setattr("lightning_perf.flops.compat.POSITION", int)
+    monkeypatch.setattr("lightning_perf.flops.compat.next_node", int)
     x, weight = (torch.randn(*size, requires_grad=True) for size in ((TOKENS, IN), (IN, OUT)))
     counts = counted(lambda: kernels.run(x, weight).sum().backward())
     assert counts.model == {"float32": PRODUCT}

@@ -90,7 +90,7 @@ def _hooks(signals: Signals, kind: str, named: float, *categories: str) -> Itera
         rows = sorted(costs, key=costs.__getitem__, reverse=True)
         slowest, total = rows[0], sum(costs.values())
         rows = rows[:1] if costs[slowest] >= named * total else rows
-        within = signals.lost(signals.waited_for(rows))
+        within = signals.lost(signals.delaying(rows))
         seconds = sum(within.values(), signals.nothing)
         spent = sum(signals.lost(signals.within(rows)).values(), signals.nothing)
         calls = max(float(signals.steady(signals.actions[slowest].calls).sum()), 1.0)
@@ -256,8 +256,8 @@ def checkpoint_bound(signals: Signals, aim: float, left: int) -> Iterable[Impact
     saves = max(min(signals.saves, float(signals.total(writes).calls.sum())), 1.0)
     events = signals.events["checkpoint"]
     own = _without_set_up(signals.total(rows).seconds, events.set_up)
-    waited_for = signals.waited_for(rows)["checkpoint"]
-    within = signals.lost({"checkpoint": np.minimum(own, waited_for)})
+    delaying = signals.delaying(rows)["checkpoint"]
+    within = signals.lost({"checkpoint": np.minimum(own, delaying)})
     seconds = sum(within.values(), signals.nothing)
     per_checkpoint = float(own.sum() / saves)
     interval, often = _interval(signals, saves)
