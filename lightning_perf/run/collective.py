@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import os
 from collections import deque
 from contextlib import suppress
 from ctypes import py_object, pythonapi
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_perf.background import wait_until
 from lightning_perf.errors import describe, warn
+from lightning_perf.run import compat
 from lightning_perf.run.termination import hurried
 
 if TYPE_CHECKING:
@@ -39,12 +40,6 @@ _TIMEOUT = timedelta(minutes=30)
 LAST = -2
 #: The second part of the tag of the message with which a rank leaves the run.
 _LEAVES = -3
-
-
-# Groups of finished runs. Another rank may still read from one at its run's end, but no longer
-# when all ranks make a new group. torch holds them until they are destroyed, also by the user: with
-# one of them, the store of the old process group would stay, and the next one would read from it.
-_retired: list[weakref.ref[Any]] = []
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +82,7 @@ class Gatherer:
         self.lost = False
         #: Whether this rank has ended before another one, and no longer waits for it.
         self.leads = False
-        self._group = _new_group(self._world_size) if self._world_size > 1 else None
+        self._group: Any = _new_group(trainer) if self._world_size > 1 else None
         #: Messages to the other ranks, which do not wait for one that has failed; None without any.
         self.mail: Mailbox | None = None
 
@@ -105,7 +100,7 @@ class Gatherer:
                 return [[*numbers]]
             return [*found.reshape(self._world_size, -1).tolist()]
         rows = [torch.empty_like(mine) for _ in range(self._world_size)]
-        dist.all_gather(rows, mine, group=self._group)
+        self._group.allgather([rows], [mine]).wait()
         return [row.tolist() for row in rows]
 
     def gather(
@@ -177,15 +172,12 @@ class Gatherer:
                 self.pending.clear()
 
     def close(self) -> None:
-        """Retire the group, or keep it forever if a message is missing.
+        """Destroy the group, or keep it forever if a message is missing.
 
         Its destruction, at the latest at the end of Python, would wait for that message.
         """
-        if self._group is not None:
-            if self.pending or self.lost:
-                pythonapi.Py_IncRef(py_object(self._group))
-            else:
-                _retired.append(weakref.ref(self._group))
+        if self._group is not None and (self.pending or self.lost):
+            pythonapi.Py_IncRef(py_object(self._group))
         self.pending.clear()
         self._group = None
         if self.mail is not None:
@@ -209,7 +201,7 @@ class Gatherer:
             if report.work is None:
                 row = self._message(report)
                 report.table = table = row.new_empty(self._world_size, len(row))
-                report.work = dist.all_gather(list(table), row, group=self._group, async_op=True)
+                report.work = self._group.allgather([list(table)], [row])
 
     def _message(self, report: _Report) -> torch.Tensor:
         """The tag of a report, and its values."""
@@ -241,13 +233,14 @@ class Gatherer:
         warn(f"{why}: metrics of all ranks are no longer reported in this run. Training continues.")
 
 
-def _new_group(world_size: int) -> Any:
-    """A group of all ranks; None if torch has none, or one of another size."""
+def _new_group(trainer: Trainer) -> Any:
+    """A group of all ranks, which torch does not register; None if it has none of this size.
+
+    torchrun may keep torch's store when it restarts a job: a group with a name of torch's would
+    find the addresses of the processes that have ended.
+    """
+    world_size = trainer.world_size
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size):
         return None
-    group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-    while _retired:
-        if (retired := _retired.pop()()) is not None:
-            with suppress(Exception):  # the ranks of an earlier run may have ended
-                dist.destroy_process_group(retired)
-    return group
+    name = trainer.strategy.broadcast(os.urandom(8).hex(), src=0)
+    return compat.gloo_group(f"lightning_perf/{name}", _TIMEOUT)

@@ -27,6 +27,7 @@ from lightning_perf.patches import MethodPatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from datetime import timedelta
     from types import FrameType
 
     from lightning.pytorch import Trainer
@@ -583,6 +584,16 @@ def flight_recorder() -> str:
             if text := getattr(c10d, name)():
                 return text.decode() if isinstance(text, bytes) else str(text)
     return ""
+
+
+def gloo_group(prefix: str, timeout: timedelta) -> Any:
+    """A gloo group of all ranks, with a prefix of its own in torch's store; None without gloo."""
+    c10d: Any = torch.distributed.distributed_c10d
+    try:
+        store, group = c10d.PrefixStore(prefix, c10d._get_default_store()), c10d.ProcessGroupGloo
+    except AttributeError:
+        return None
+    return group(store, c10d.get_rank(), c10d.get_world_size(), timeout)
 
 
 def _positive(value: float | None) -> int | None:

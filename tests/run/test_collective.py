@@ -105,13 +105,23 @@ def test_a_late_rank_loses_no_report(tmp_path: Path) -> None:
             assert found["most"] <= collective._ON_THEIR_WAY
 
 
+def ranks_of(world_size: int) -> Any:
+    """What a Gatherer reads of a Trainer whose ranks have a process group."""
+
+    def broadcast(value: object, src: int) -> object:
+        dist.broadcast_object_list(values := [value], src)
+        return values[0]
+
+    return SimpleNamespace(world_size=world_size, strategy=SimpleNamespace(broadcast=broadcast))
+
+
 def process(rank: int, folder: Path, work: Callable[[Gatherer, int], object]) -> None:
     """One of two ranks. Writes its result and our warnings to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = work(Gatherer(SimpleNamespace(world_size=2)), rank)  # type: ignore[arg-type]
+        found = work(Gatherer(ranks_of(2)), rank)
     (folder / f"{rank}.json").write_text(json.dumps({"found": found, "warnings": ours(caught)}))
     os._exit(0)
 
@@ -164,6 +174,42 @@ def test_ranks_exchange_numbers_at_set_up(tmp_path: Path) -> None:
     """Each rank gets those of all, such as the number of GPUs per node, which sets the columns."""
     found = both(tmp_path, lambda gatherer, rank: gatherer.exchange([rank, 3]))
     assert found == 2 * [[[0, 3], [1, 3]]]
+
+
+def start(rank: int, port: int, attempt: int, found: Any) -> None:
+    """One of two ranks of an attempt, with torch's store of the attempts before."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    # The default group finds no old addresses, so that the outcome does not depend on timing.
+    own = dist.PrefixStore(f"{attempt}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=2)
+    world: Any = dist.distributed_c10d._world
+    world.pg_map[dist.group.WORLD] = "gloo", store
+    time.sleep(rank)  # rank 0 would find rank 1's old address
+    found.put(Gatherer(ranks_of(2)).exchange([rank]))
+    found.close()
+    found.join_thread()
+    os._exit(0)
+
+
+def test_a_restarted_job_finds_no_addresses_of_ended_processes() -> None:
+    """torchrun keeps torch's store when it restarts a job: the ranks find each other nevertheless.
+
+    https://github.com/pytorch/pytorch/issues/135712
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("fork")
+    for attempt in range(3):
+        found = context.Queue()
+        ranks = [
+            context.Process(target=start, args=(rank, store.port, attempt, found))
+            for rank in (0, 1)
+        ]
+        for each in ranks:
+            each.start()
+        assert [found.get(timeout=30) for _ in ranks] == [[[0], [1]], [[0], [1]]]
+        for each in ranks:
+            each.join(30)
 
 
 def test_a_message_holds_all_columns() -> None:
