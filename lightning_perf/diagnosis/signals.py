@@ -146,7 +146,8 @@ class Setup:
     ours: frozenset[str] = frozenset()
 
 
-def _follows_gradients(row: Action) -> bool:
+def follows_gradients(row: Action) -> bool:
+    """Whether ranks wait for an action at the start of the next batch."""
     return row.name.rstrip(")").endswith(_AFTER_GRADIENTS)
 
 
@@ -371,7 +372,7 @@ class Signals:
         within, parts = self.within(rows), self._waited_parts
         for row in rows:
             if parts and row.category in self._beyond_others:
-                part = parts[_follows_gradients(row)]
+                part = parts[follows_gradients(row)]
                 hidden = (1 - part) * self._beyond_others[row.category] * self.actions[row].seconds
                 within[row.category] = within[row.category] - hidden
         return within
@@ -397,15 +398,21 @@ class Signals:
         }
         if not all(name in waits and waits[name].any() for name in ("other", "backward")):
             return None
-        rank = self.windows[0].rank
-        longer = {
-            name: np.maximum(np.delete(each, rank, axis=1) - each[:, [rank]], 0.0)
+        rank, ranks = self.windows[0].rank, self.windows[0].world_size
+        beyond = {
+            name: np.maximum(each - [[window.least(_WAITS[name][1])] for window in self.windows], 0)
             for name, each in waits.items()
+        }
+        # When one of n - 1 others is late, this rank waits for it, and n - 2 others do.
+        shared = (ranks - 2) / (ranks - 1)
+        longer = {
+            name: np.maximum(np.delete(each, rank, axis=1) - shared * each[:, [rank]], 0.0)
+            for name, each in beyond.items()
         }
         works = [self.work[name] for name in self._beyond_others]
         more = np.sum([each - each.min(axis=1, keepdims=True) for each in works], axis=0)
         others = np.delete(more, rank, axis=1)
-        late = [r for r in self.rows(*self._beyond_others) if _follows_gradients(r)]
+        late = [r for r in self.rows(*self._beyond_others) if follows_gradients(r)]
         excess = sum(
             (self._beyond_others[n] * e for n, e in self.within(late).items()), self.nothing
         )

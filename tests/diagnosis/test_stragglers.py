@@ -310,6 +310,39 @@ def test_the_delay_of_another_rank_elsewhere_in_a_batch_does_not_make_up_for_a_l
     assert found["callback-bound"].share == pytest.approx(4 / 22)
 
 
+@pytest.mark.parametrize(("first", "other"), [(6.0, 3.0), (6.0, 6.0), (4.0, 6.0)])
+def test_two_ranks_whose_callbacks_delay_each_other_have_a_verdict_each(
+    first: float, other: float
+) -> None:
+    """Rank 0 has one at the start of batches, for which rank 1 waits in backward; rank 1 has one
+    at their end, for which rank 0 waits at the start of the next.
+    """
+    waits = {"waits/start": {0: other}, "waits/backward": {1: first}}
+    own = {"callbacks": {0: first - 1, 1: other - 1}}  # each has one second of others
+    window = ranks_window(2, own, waits)
+    action = Action("train", "callbacks", "Plots.on_train_batch_start")
+    costs = [{action: Cost(first, 10)}] * 6
+    verdicts = diagnose(with_costs(Signals([window] * 6), costs)).verdicts
+    wall = 10 + first + other
+    found = {(each.code, each.rank): each.share * wall for each in verdicts}
+    assert found["callback-bound", None] == pytest.approx(first)
+    assert found["straggler", 1] == pytest.approx(other, rel=0.2)
+    assert ("straggler", 0) not in found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_is_late_in_some_batches_and_others_in_the_rest(ranks: int) -> None:
+    """What it waits for one of them does not make up for what all others wait for it."""
+    rank = ranks - 1 if ranks > 2 else 0
+    starts = {each: 6.0 * (each != 1) + 2.0 * (each != rank) for each in range(ranks)}
+    own = {"optimizer_step": {1: 6.0}, "forward": {rank: 2.0}}
+    works = [ranks_window(ranks, own, {"waits/start": starts})] * 5
+    found = find_straggler(works)
+    assert found is not None
+    assert (found.rank, found.phase) == (1, "optimizer")
+    assert found.seconds == pytest.approx(0.6)
+
+
 def test_a_cost_of_one_rank_counts_as_far_as_the_others_wait_for_it() -> None:
     """Another rank's longer step, before the same point of waiting, hides it otherwise."""
 
@@ -351,6 +384,10 @@ def test_a_cost_of_one_rank_counts_as_far_as_the_others_wait_for_it() -> None:
     assert cost(longer, {1: 4.0}, on_train_batch_end=10.0)[0] == pytest.approx(4.0)
     shorter = {"callbacks": {0: 6.0}, "optimizer_step": {1: 10.0}}
     assert cost(shorter, {0: 4.0}, on_train_batch_end=6.0)[0] < 1.0
+    # The other rank has its longer steps in other batches.
+    turns = {"callbacks": {0: 3.0}, "optimizer_step": {1: 6.0}}
+    found = cost(turns, {0: 5.25, 1: 2.25}, on_train_batch_end=3.0)
+    assert found[0] == pytest.approx(2.25)
     # Two costs share what the other rank waits.
     two = {"callbacks": {0: 6.0}, "logging": {0: 6.0}, "optimizer_step": {1: 6.0}}
     found = cost(two, {1: 6.0}, on_train_batch_end=6.0, log_metrics=6.0)

@@ -51,7 +51,7 @@ def ranks_window(
     found = {f"timings/{name}": [1.0] * ranks for name in CATEGORIES}
     found |= {name: [0.0] * ranks for name in ("timings/reduce_metrics", "timings/validation")}
     found |= {name: [0.0] * ranks for name in _WAITS}
-    found |= {f"waits/exchange/{name}": [0.0] * ranks for name in ("start", "forward")}
+    found |= {f"waits/exchange{name}": [0.0] * ranks for name in ("", "/start", "/forward")}
     found["waits/node_rank"] = [float(rank // node if node else 0) for rank in range(ranks)]
     found["progress/batches"] = [10.0] * ranks
     more = [(f"timings/{name}", seconds) for name, seconds in own.items()]

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
-from lightning_perf.diagnosis.signals import STRATEGY, WAITS, Unknown
+from lightning_perf.diagnosis.signals import NAMED, STRATEGY, WAITS, Unknown, follows_gradients
 from lightning_perf.diagnosis.stats import equal, fewest
 from lightning_perf.units import counted, duration, rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis.signals import Signals
@@ -42,6 +42,14 @@ _DEVICE_PHASES = {
 }
 #: Collectives of metrics: all of this is waiting.
 _WAITS = "timings/reduce_metrics"
+#: The part of waits that is the exchange itself; of others, it is the least wait of a rank.
+_EXCHANGES = {
+    "waits/forward": "waits/exchange/forward",
+    "waits/backward": "waits/exchange",
+    "waits/device/backward": "waits/exchange",
+    "waits/start": "waits/exchange/start",
+    "waits/device/start": "waits/exchange/start",
+}
 
 #: The number of windows in which a run searches for a straggler.
 _RECENT = 10
@@ -100,7 +108,8 @@ class Work:
 
     #: One row per rank, one column per phase, by the GPU's clock if there is one.
     own: Numbers
-    #: One row per rank, one column per point at which ranks wait for one another.
+    #: One row per rank, one column per point at which ranks wait for one another, without the
+    #: exchange itself.
     waits: Numbers
     nodes: Numbers
     #: Mean over ranks.
@@ -123,11 +132,14 @@ class Work:
         """A rank compared with the others."""
         own, waits = self.own / self.batches, self.waits / self.batches
         totals, waited = own.sum(axis=1), waits.sum(axis=1)
+        others: Numbers = np.delete(waits, rank, axis=0)
+        # When one of n - 1 others is late, this rank waits for it, and n - 2 others do.
+        shared = (len(others) - 1) / len(others)
         return _Latest(
             rank,
             own[rank] - np.median(np.delete(own, rank, axis=0), axis=0),
             float(totals[rank] - np.median(np.delete(totals, rank))),
-            np.median(np.delete(waits, rank, axis=0), axis=0) - waits[rank],
+            others.mean(axis=0) - shared * waits[rank],
             float(np.median(np.delete(waited, rank)) - waited[rank]),
         )
 
@@ -145,7 +157,7 @@ class _Latest(NamedTuple):
     #: Own excess over the median of the others in each phase, and in all.
     phases: Numbers
     excess: float
-    #: How much longer the others wait than this rank at each point, and in all.
+    #: How long the others wait for it at each point, and how much longer than it they wait in all.
     waits: Numbers
     waiting: float
 
@@ -154,7 +166,7 @@ def _seconds(late: _Latest, wall: float) -> float:
     """The seconds per batch that the others wait for a rank.
 
     Where it has less work than they have, another rank may be late for the next point at which
-    ranks wait, which does not make up for what this one is late for another point.
+    ranks wait, or in other batches: that does not make up for what this one is late.
     """
     least = max(_PART * wall, LEAST)
     parts = (float(each[each >= least].sum()) for each in (late.phases, late.waits))
@@ -247,26 +259,30 @@ def _common(
     )
 
 
+def _points(phases: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]) -> list[str]:
+    """The columns of waiting, in the order of the points in a batch."""
+    return [_WAITS, *(name for _, waiting in phases.values() for name in waiting)]
+
+
 def work_of(window: Window) -> Work:
     """Own work and wait of each rank, from a window of ``timings/*`` and ``waits/*``."""
-    own, waits = _phases(window, PHASES)
-    metrics = window[_WAITS][:, np.newaxis]
-    wall = float((own.sum(axis=1) + waits.sum(axis=1) + metrics[:, 0]).mean())
+    phases = PHASES
+    names = (name for columns, _ in phases.values() for name in columns)
+    wall = sum(window.mean(f"timings/{name}") for name in names) + window.mean(_WAITS)
     if "waits/device/backward" in window.columns and window.least("timings/device/batches") > 0:
-        own, waits = _phases(window, _DEVICE_PHASES)
-    waits = np.append(waits, metrics, axis=1)
-    return Work(own, waits, window["waits/node_rank"], wall, window.mean("progress/batches"))
-
-
-def _phases(
-    window: Window, phases: dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
-) -> tuple[Numbers, Numbers]:
-    """Seconds of each rank in each phase without waiting, and seconds of waiting."""
-    own, waits = [], []
-    for columns, waiting in phases.values():
-        waits.append(sum((window[name] for name in waiting), np.zeros(window.world_size)))
-        own.append(sum((window[f"timings/{name}"] for name in columns), -waits[-1]))
-    return np.maximum(np.stack(own, axis=1), 0.0), np.stack(waits, axis=1)
+        phases = _DEVICE_PHASES
+    none = np.zeros(window.world_size)
+    own = [
+        sum((window[f"timings/{name}"] for name in columns), none)
+        - sum((window[name] for name in waiting), none)
+        for columns, waiting in phases.values()
+    ]
+    points = _points(phases)
+    waits = [window[name] - window.least(_EXCHANGES.get(name, name)) for name in points]
+    return Work(
+        np.maximum(np.stack(own, axis=1), 0.0), np.maximum(np.stack(waits, axis=1), 0.0),
+        window["waits/node_rank"], wall, window.mean("progress/batches"),
+    )  # fmt: skip
 
 
 def _windows(signals: Signals) -> Sequence[Window]:
@@ -292,21 +308,69 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     windows = _windows(signals)
     if not windows:
         return None, signals.nothing
-    late = straggler_of([work_of(each) for each in windows[signals.start :] if each.batches], least)
-    mutual = sum(signals.mutual.values(), signals.nothing)
+    works = {number: work_of(each) for number, each in enumerate(windows) if each.batches}
+    if not signals.on_device:
+        # This rank's callbacks have verdicts of their own: another rank may be late elsewhere.
+        late, seconds = _late_in(signals, _without_named(signals, works), least)
+        if late is not None and late.rank != windows[0].rank:
+            return late, seconds
+    late, seconds = _late_in(signals, works, least)
     if late is None:
-        return None, mutual
-    explained = (1 - 1 / windows[0].world_size) * late.share
+        return None, sum(signals.mutual.values(), signals.nothing)
+    return late, seconds
+
+
+def _late_in(
+    signals: Signals, works: Mapping[int, Work], least: Lateness
+) -> tuple[Straggler | None, Numbers]:
+    """The straggler, and the seconds that ranks wait for it, given the work in windows."""
+    steady = [work for number, work in works.items() if number >= signals.start]
+    late, seconds = straggler_of(steady, least), signals.nothing
+    if late is None:
+        return None, seconds
+    mutual = signals.nothing
+    for number, work in works.items():
+        mutual[number] = work.waits.sum(axis=1).mean()
+        found = _seconds(work.beside_others(late.rank), work.wall / work.batches)
+        seconds[number] = work.batches * max(found, 0.0)
+    explained = (1 - 1 / len(steady[0].own)) * late.share
     known = late.chronic and late.share >= least.once
     if not known and explained < _MOST * signals.share(mutual):
-        return None, mutual
-    seconds = signals.nothing
-    for number, window in enumerate(windows):
-        if window.batches:
-            work = work_of(window)
-            found = _seconds(work.beside_others(late.rank), work.wall / work.batches)
-            seconds[number] = window.batches * max(found, 0.0)
+        return None, signals.nothing
     return late, late.seconds / max(signals.per_batch(seconds), 1e-12) * seconds
+
+
+def _without_named(signals: Signals, works: Mapping[int, Work]) -> dict[int, Work]:
+    """The work in windows without named costs of this rank, and what others wait for them."""
+    rows = signals.rows(*NAMED)
+    early, late = (
+        sum(
+            signals.delaying([r for r in rows if follows_gradients(r) is late]).values(),
+            signals.nothing,
+        )
+        for late in (False, True)
+    )
+    return {
+        number: _without(work, signals.windows[0].rank, early[number], late[number])
+        for number, work in works.items()
+    }
+
+
+def _without(work: Work, rank: int, early: float, late: float) -> Work:
+    """The work in a window without seconds in callbacks of a rank, by when ranks wait for them."""
+    own, waits, at = work.own.copy(), work.waits.copy(), list(PHASES).index("callback")
+    own[rank, at] = max(own[rank, at] - early - late, 0.0)
+    others = np.arange(len(own)) != rank
+    start = _points(PHASES).index("waits/start")
+    for seconds, points in ((late, [start]), (early, [*range(start), start])):
+        left = np.full(len(own) - 1, seconds)
+        for point in points:
+            waited = np.minimum(waits[others, point], left)
+            waits[others, point] -= waited
+            left -= waited
+        # What they do not wait for, they spend as well.
+        own[others, at] = np.maximum(own[others, at] - left, 0.0)
+    return replace(work, own=own, waits=waits)
 
 
 def behind_workers(signals: Signals, late: Straggler, seconds: Numbers) -> bool:
@@ -455,8 +519,10 @@ def by_category(signals: Signals, seconds: Numbers, rank: int) -> dict[str, Numb
         for name, work in signals.work.items()
     }
     part = seconds / signals.windows[0].world_size
-    ratio = part / np.maximum(sum(own.values(), signals.nothing), 1e-12)
-    return {name: ratio * each for name, each in own.items()} | {WAITS: seconds - part}
+    # It may have spent more only at the point where the others wait, and not in all.
+    ratio = np.minimum(part / np.maximum(sum(own.values(), signals.nothing), 1e-12), 1.0)
+    within = {name: ratio * each for name, each in own.items()}
+    return within | {WAITS: seconds - sum(within.values(), signals.nothing)}
 
 
 def communication_bound(signals: Signals) -> Iterable[Impact]:
