@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_perf.errors import warn
@@ -21,6 +22,8 @@ T = TypeVar("T")
 Job = Callable[[], object]
 #: Seconds between two looks at what may end a wait.
 _POLL = 0.1
+#: The delay of a job that is the next one, and that `Worker.abandon` does not drop.
+URGENT = -inf
 
 
 class Worker:
@@ -49,6 +52,8 @@ class Worker:
 
     def submit(self, job: Job, label: str, delay: float = 0.0) -> bool:
         """Queue a job, to be run after ``delay`` seconds or when the worker is closed; never waits.
+
+        A job with the delay `URGENT` is run before all that wait, and is not dropped.
 
         Returns False if it was not queued: the queue is full or closed, or the thread cannot be
         started.
@@ -115,10 +120,10 @@ class Worker:
         return self.drain(timeout, until)
 
     def abandon(self, timeout: float) -> bool:
-        """Refuse new jobs, drop all that wait, and wait as `drain` does for the running one."""
+        """Refuse new jobs, drop all that wait but urgent ones, and wait as `drain` does."""
         with self._guard():
             self._closed = True
-            self._queue.clear()
+            self._queue[:] = [entry for entry in self._queue if entry[0] == URGENT]
         return self.close(timeout)
 
     def _reset(self) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 from lightning_perf import PerfWarning, PyTorch, SpeedMonitor
-from lightning_perf.background import Worker
+from lightning_perf.background import URGENT, Worker
 from lightning_perf.profilers.base import Recorded
 from lightning_perf.run import context, destination
 from lightning_perf.terminal import waiting
@@ -214,15 +214,16 @@ def test_a_forked_child_has_its_own_queue(worker, gate):
         assert seen.read().split() == ["child", "parent"]
 
 
-def test_abandon_waits_for_the_running_job_only(worker, gate):
-    """The next job is dropped."""
+def test_abandon_waits_for_the_running_job_and_for_urgent_ones_only(worker, gate):
+    """The next job is dropped, unless it is urgent: it runs before the others."""
     seen = []
     worker.submit(lambda: seen.append("next"), "next")
+    worker.submit(lambda: seen.append("urgent"), "urgent", URGENT)
     assert not worker.close(0.0)
     assert not worker.abandon(0.0)
     gate.set()
     assert worker.abandon(PATIENCE)
-    assert seen == []
+    assert seen == ["urgent"]
 
 
 class Terminal(io.StringIO):

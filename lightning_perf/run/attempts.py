@@ -16,6 +16,7 @@ from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lightning_perf.background import URGENT
 from lightning_perf.core.goodput import FINISHED, STALLED, Attempt, goodput, held_and_kept
 from lightning_perf.errors import printable
 from lightning_perf.files import written_whole
@@ -237,7 +238,8 @@ class AttemptLog:
         own = self._attempt(run, status)
         if status != RUNNING:
             self._ended = own
-        run.file_worker.submit(partial(self._write, run, own), "the attempt")
+        # A signal that ends the wait for traces does not drop this.
+        run.file_worker.submit(partial(self._write, run, own), "the attempt", URGENT)
         found = goodput([*self._earlier, own])
         self._note(run, own, found)
         held, kept = self._of_run(own, found)

@@ -23,8 +23,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger
 from torch import Tensor
 
-from lightning_perf import SpeedMonitor, Timings, always_on
-from lightning_perf.run import attempts, summary
+from lightning_perf import PyTorch, SpeedMonitor, Timings, always_on
+from lightning_perf.run import attempts, destination, summary
 from lightning_perf.run.stages import Progress
 from lightning_perf.tracking import attempts as files
 from lightning_perf.tracking.fleet import in_folder
@@ -192,6 +192,20 @@ def test_a_checkpoint_is_a_sign_of_life(fork_server: ForkServer, tmp_path: Path)
     # The first attempt saved once, and the second one four times: 12, 18, 24 and 30.
     step = (hand["kept"] + hand["repeated"]) / (32 + hand["steps_repeated"])
     assert found["checkpoint_interval"] == pytest.approx(EVERY * step, rel=0.2)
+
+
+def test_a_signal_that_ends_the_wait_for_traces_drops_no_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that fails is sent SIGTERM while a recording is made into a trace."""
+    monkeypatch.setattr(destination, "hurried", lambda: True)
+    with pytest.raises(RuntimeError, match="planted"):
+        trainer(
+            tmp_path, PyTorch("first 20ba"), always_on(),
+            Journal(tmp_path / "journal", 8, crash), max_steps=20,
+        ).fit(Small())  # fmt: skip
+    (attempt,) = (json.loads(path.read_text()) for path in tmp_path.rglob("attempts/*.json"))
+    assert (attempt["status"], attempt["steps"]) == ("stopped by an exception", [0, 8])
 
 
 def test_the_wait_for_the_first_batch_is_set_up(tmp_path: Path) -> None:
