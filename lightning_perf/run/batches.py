@@ -28,6 +28,9 @@ MOST_RECORDS = 1000
 #: The last timed batches, from which the usual step time is computed, and the most that one of them
 #: counts, in medians: a recompilation is not usual.
 _USUAL, _OUTLIER = 100, 4
+#: How much a step time in proportion to the FLOPs weighs beside the timed steps: as much as steps
+#: whose FLOPs have this variance, in squares of their mean. Few or similar steps give no slope.
+_PROPORTIONAL = 0.1
 #: The last steps, which are compared with earlier ones, and the ratio and the seconds by which they
 #: then differ.
 _LATEST, _CHANGED, _LEAST_CHANGE = 20, 1.4, 1e-3
@@ -79,9 +82,9 @@ class BatchRecord(NamedTuple):
 class Sums(NamedTuple):
     """Running totals of batches, without the first of a stage.
 
-    A batch that FLOP counting slowed down counts with the usual step time, if counting explains the
-    difference, and with its own waiting time. The names are those of the columns, with ``_`` for
-    ``/``.
+    A batch that FLOP counting slowed down counts with the usual step time of its FLOPs, if counting
+    explains the difference, and with its own waiting time. The names are those of the columns, with
+    ``_`` for ``/``.
     """
 
     batch_seconds: float = 0.0
@@ -145,6 +148,8 @@ class _Stage:
         self.edges = deque([Sums()], maxlen=size + 1)
         #: Seconds of the latest steps.
         self.steps: deque[float] = deque(maxlen=_USUAL)
+        #: Their FLOPs; NaN where they are unknown.
+        self.flops: deque[float] = deque(maxlen=_USUAL)
         #: Their median at the last change, or when it was first known.
         self.median = 0.0
         #: Batches that were slowed down before any step was timed.
@@ -277,8 +282,10 @@ def _add(stage: _Stage, records: Iterable[BatchRecord]) -> list[BatchRecord]:
             stage.last_cost = cost
         if record.timed:
             stage.steps.append(record.seconds - record.waiting)
+            stage.flops.append(nan if cost is None else cost.total)
     if stage.steps:
-        usual = cache(partial(_usual, stage.steps))
+        fitted = cache(partial(_fitted, stage.steps, stage.flops))
+        usual = partial(_usual, fitted)
         corrected = [_corrected(record, usual) for record in (*stage.slowed, *records)]
         for record in corrected:
             # A batch that was counted and skipped would make the FLOPs of the window unknown.
@@ -305,20 +312,53 @@ def _changed(stage: _Stage) -> bool:
     return changed
 
 
-def _usual(steps: Collection[float]) -> float:
-    """The mean time of a step, in which long ones count up to a limit."""
-    seconds = np.array(steps)
-    return float(np.minimum(seconds, _OUTLIER * np.median(seconds)).mean())
+class _Fitted(NamedTuple):
+    """The mean time of steps, that of those with known FLOPs and their FLOPs, and the slope."""
+
+    all_seconds: float
+    seconds: float
+    flops: float
+    slope: float
 
 
-def _corrected(record: BatchRecord, usual: Callable[[], float]) -> BatchRecord:
+def _fitted(steps: Collection[float], flops: Collection[float]) -> _Fitted:
+    """Fit the time of a step to its FLOPs; long steps of few FLOPs count up to a limit.
+
+    The slope is between 0, where FLOPs take no time, and that where nothing else does.
+    """
+    seconds, work = np.array(steps), np.array(flops)
+    known = ~np.isnan(work)
+    limit, usual = _OUTLIER * np.median(seconds), np.median(work[known]) if any(known) else 0.0
+    # A step with more FLOPs than others may take longer.
+    larger = np.maximum(np.nan_to_num(work) / usual, 1.0) if usual > 0 else 1.0
+    seconds = np.minimum(seconds, limit * larger)
+    everything = float(seconds.mean())
+    if usual <= 0:
+        return _Fitted(everything, everything, 0.0, 0.0)
+    seconds, work = seconds[known], work[known]
+    mean, total = float(seconds.mean()), float(work.mean())
+    moved, prior = work - total, _PROPORTIONAL * total**2
+    slope = (moved @ seconds + prior * mean / total) / (moved @ moved + prior)
+    return _Fitted(everything, mean, total, min(max(float(slope), 0.0), mean / total))
+
+
+def _usual(fitted: Callable[[], _Fitted], cost: BatchCost | None) -> float:
+    """The usual time of a step of this cost."""
+    found = fitted()
+    if cost is None:
+        return found.all_seconds
+    return found.seconds + found.slope * (cost.total - found.flops)
+
+
+def _corrected(record: BatchRecord, usual: Callable[[BatchCost | None], float]) -> BatchRecord:
     """A batch with the time that it would take without counting, from that of a usual step."""
     if record.first or not record.slowed:
         return record
-    seconds = usual() + record.waiting
+    seconds = usual(record.cost) + record.waiting
     if record.counting is not None:
         least, most = (max(record.seconds - c, record.waiting) for c in reversed(record.counting))
-        seconds = seconds if least <= seconds <= most else (least + most) / 2
+        # A longer step than usual is like no other. A shorter one is as near to it as can be.
+        seconds = min(seconds, most) if seconds >= least else (least + most) / 2
     return record._replace(seconds=max(seconds, 0.0))
 
 

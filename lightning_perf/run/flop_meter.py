@@ -56,9 +56,9 @@ _STEPS = {
 }
 #: Training batches without FLOPs, or that were skipped, that are counted before the first others.
 _TRIES = 8
-#: Seconds that counting takes at most, with torch's calls of the counter, by those of the counter
-#: itself (measured: 4 to 11).
-_WITH_CALLS = 15
+#: Seconds that counting takes at least and at most, with torch's calls of the counter, by those of
+#: the counter itself (measured: 4 to 11).
+_WITH_CALLS = 3, 15
 #: The name of the time in which a shadow is counted.
 COUNTING = "lightning_perf.count_flops"
 #: Part of the signature of batches whose step returned None.
@@ -637,8 +637,8 @@ class _Counting:
         if now is None or self._waited is None:
             return None
         # While other processes have the CPU, a long step waits more often.
-        most = self.counter.seconds * _WITH_CALLS + now - self._waited
-        return self.counter.seconds, most
+        least, most = (self.counter.seconds * calls for calls in _WITH_CALLS)
+        return least, most + now - self._waited
 
     def close(self) -> None:
         """Stop watching."""

@@ -266,12 +266,14 @@ def test_a_rolling_window_keeps_only_its_latest_batches() -> None:
 
 @pytest.mark.parametrize(
     ("counting", "seconds"),
-    [(None, 2.5), ((4.0, 5.0), 2.5), ((0.5, 2.0), 5.75), ((6.0, 7.0), 0.5)],
+    [(None, 2.5), ((4.0, 5.0), 2.5), ((0.5, 2.0), 5.75), ((6.0, 7.0), 1.0)],
 )
 def test_a_counted_batch_has_its_own_time_where_counting_cannot_explain_it(
     counting: tuple[float, float] | None, seconds: float
 ) -> None:
-    """7 s, of which counting took 4 to 5, may be the usual 2.5 s; less or more may not.
+    """7 s, of which counting took 4 to 5, may be the usual 2.5 s; after 6 to 7, 1 s is nearest.
+
+    After 2 at most, the step was longer than usual: between 5 and 6.5 s.
 
     The first batch of a run keeps its time, and whoever reads single batches reads the same ones.
     """
@@ -285,6 +287,42 @@ def test_a_counted_batch_has_its_own_time_where_counting_cannot_explain_it(
     batches.fold("train")
     assert batches.totals("train")[0] == pytest.approx(2.5 + seconds)
     assert read == pytest.approx([9.0, 2.5, seconds])
+
+
+@pytest.mark.parametrize(("constant", "per_flop"), [(0.0, 0.5), (2.0, 0.5), (3.0, 0.0)])
+@pytest.mark.parametrize("timed", [[4.0], [2.0, 16.0] * 30])
+def test_a_counted_batch_has_the_usual_time_of_its_flops(
+    constant: float, per_flop: float, timed: list[float]
+) -> None:
+    """MFU is right whichever batches are counted, as large ones, and whichever have no FLOPs.
+
+    From one timed step the time is in proportion to its FLOPs, from many it is on a line.
+    """
+    batches = BatchTotals()
+    batches.start()
+    counted, unknown = [64.0, 8.0, 32.0], [100.0] * 3
+
+    def end(flops: float, slowed: bool = False, known: bool = True, first: bool = False) -> None:
+        cost = BatchCost(total=flops) if known else None
+        seconds = (3.0 if slowed else 1.0) * (constant + per_flop * flops)
+        batches.end_batch("train", BatchRecord(seconds, 4, 0, cost, slowed, first, False))
+
+    end(1.0, first=True)
+    for flops in counted:
+        end(flops, slowed=True)
+    for flops in timed:
+        end(flops)
+    for flops in unknown:
+        end(flops, known=False)
+    batches.fold("train")
+    found = dict(zip(batches.columns, batches.totals("train"), strict=True))
+    assert found["flops/model"] == sum(counted) + sum(timed)
+    step = constant + per_flop * timed[0]
+    line = step / timed[0] * sum(counted)
+    if len(timed) > 1:
+        line = len(counted) * constant + per_flop * sum(counted)
+    own = len(timed) * constant + per_flop * sum(timed)
+    assert found["flops/seconds"] == pytest.approx(own + line, rel=0.02)
 
 
 def test_slow_first_steps_of_epochs_are_in_the_time(tmp_path: Path) -> None:
