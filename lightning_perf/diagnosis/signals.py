@@ -88,6 +88,8 @@ _IN_SERIES = 0.8
 _SET_UP = 3.0
 #: The part of the usual time of events that one has at least.
 _WORKS = 0.1
+#: The share of the time that two ranks may wait for each other by chance at one point.
+_CHANCE = 0.06
 #: If waiting for batches may be this share of the time of stalls, they are stalls of workers.
 _WAITED = 0.8
 
@@ -148,6 +150,8 @@ class Setup:
 
 def follows_gradients(row: Action) -> bool:
     """Whether ranks wait for an action at the start of the next batch."""
+    if row.category in ("logging", "checkpoint"):
+        return True
     return row.name.rstrip(")").endswith(_AFTER_GRADIENTS)
 
 
@@ -387,7 +391,7 @@ class Signals:
 
     @cached_property
     def _waited_parts(self) -> tuple[Numbers, Numbers] | None:
-        """The part of this that others wait for in each window: of any cost, and of late ones.
+        """The part of this that others wait for in each window: of early costs, and of late ones.
 
         Late ones follow the exchange of gradients. All share what others wait: no second is in two.
         None if ranks do not wait both for gradients and at the start of batches.
@@ -403,12 +407,14 @@ class Signals:
             name: np.maximum(each - [[window.least(_WAITS[name][1])] for window in self.windows], 0)
             for name, each in waits.items()
         }
-        # When one of n - 1 others is late, this rank waits for it, and n - 2 others do.
-        shared = (ranks - 2) / (ranks - 1)
-        longer = {
-            name: np.maximum(np.delete(each, rank, axis=1) - shared * each[:, [rank]], 0.0)
-            for name, each in beyond.items()
-        }
+        # When one of n - 1 others is late, this rank waits for it, and n - 2 others do. What both
+        # wait may be by turns, or by chance.
+        shared, chance = (ranks - 2) / (ranks - 1), _CHANCE * self.wall[:, None]
+        longer = {}
+        for name, each in beyond.items():
+            own, others = each[:, [rank]], np.delete(each, rank, axis=1)
+            both = np.minimum(np.minimum(own, others), chance)
+            longer[name] = np.maximum(others - shared * own - (1 - shared) * both, 0.0)
         works = [self.work[name] for name in self._beyond_others]
         more = np.sum([each - each.min(axis=1, keepdims=True) for each in works], axis=0)
         others = np.delete(more, rank, axis=1)
@@ -416,8 +422,11 @@ class Signals:
         excess = sum(
             (self._beyond_others[n] * e for n, e in self.within(late).items()), self.nothing
         )
-        whole = self._part(more[:, rank], others + sum(longer.values()))
-        return whole, np.minimum(whole, self._part(excess, others + longer["other"]))
+        every = more[:, rank]
+        found = every * self._part(every, others + sum(longer.values()))
+        last = np.minimum(excess * self._part(excess, others + longer["other"]), found)
+        early = (found - last) / np.maximum(every - excess, 1e-12)
+        return np.clip(early, 0.0, 1.0), last / np.maximum(excess, 1e-12)
 
     def _part(self, excess: Numbers, others: Numbers) -> Numbers:
         """The part of an excess within what each other rank waits or does meanwhile."""

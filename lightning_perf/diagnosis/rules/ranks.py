@@ -60,6 +60,8 @@ _MOST = 0.5
 #: The share of the wall time from which on a rank's excess in a single phase counts where it has
 #: less in others: smaller ones are chance.
 _PART = 0.05
+#: The share of the wall time from which on a callback, logger or checkpoint has a verdict.
+_OF_ITS_OWN = 0.02
 #: The part of mutual waits that may be due to chance: no two batches take exactly as long.
 _CHANCE = 0.25
 #: The quantile of batches that is a usual one.
@@ -309,15 +311,14 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     if not windows:
         return None, signals.nothing
     works = {number: work_of(each) for number, each in enumerate(windows) if each.batches}
+    mutual = sum(signals.mutual.values(), signals.nothing)
+    late, seconds = _late_in(signals, works, least)
     if not signals.on_device:
         # This rank's callbacks have verdicts of their own: another rank may be late elsewhere.
-        late, seconds = _late_in(signals, _without_named(signals, works), least)
-        if late is not None and late.rank != windows[0].rank:
-            return late, seconds
-    late, seconds = _late_in(signals, works, least)
-    if late is None:
-        return None, sum(signals.mutual.values(), signals.nothing)
-    return late, seconds
+        other, others = _late_in(signals, _without_named(signals, works), least)
+        if other is not None or (late is not None and late.rank == windows[0].rank):
+            late, seconds = other, others
+    return (None, mutual) if late is None else (late, seconds)
 
 
 def _late_in(
@@ -341,8 +342,12 @@ def _late_in(
 
 
 def _without_named(signals: Signals, works: Mapping[int, Work]) -> dict[int, Work]:
-    """The work in windows without named costs of this rank, and what others wait for them."""
-    rows = signals.rows(*NAMED)
+    """The work in windows without larger costs of this rank, and what others wait for them."""
+    rows = [
+        row
+        for row in signals.rows(*NAMED)
+        if signals.share(signals.actions[row].seconds) >= _OF_ITS_OWN
+    ]
     early, late = (
         sum(
             signals.delaying([r for r in rows if follows_gradients(r) is late]).values(),
