@@ -354,7 +354,8 @@ def _corrected(record: BatchRecord, usual: Callable[[BatchCost | None], float]) 
     """A batch with the time that it would take without counting, from that of a usual step."""
     if record.first or not record.slowed:
         return record
-    seconds = usual(record.cost) + record.waiting
+    # An estimate by FLOPs needs a limit: a step may take as long with few of them.
+    seconds = usual(None if record.counting is None else record.cost) + record.waiting
     if record.counting is not None:
         least, most = (max(record.seconds - c, record.waiting) for c in reversed(record.counting))
         # A longer step than usual is like no other. A shorter one is as near to it as can be.

@@ -304,8 +304,10 @@ def test_a_counted_batch_has_the_usual_time_of_its_flops(
 
     def end(flops: float, slowed: bool = False, known: bool = True, first: bool = False) -> None:
         cost = BatchCost(total=flops) if known else None
-        seconds = (3.0 if slowed else 1.0) * (constant + per_flop * flops)
-        batches.end_batch("train", BatchRecord(seconds, 4, 0, cost, slowed, first, False))
+        seconds = (100.0 if slowed else 1.0) * (constant + per_flop * flops)
+        counting = (0.0, 1e4) if slowed else None
+        record = BatchRecord(seconds, 4, 0, cost, slowed, first, False, 0.0, counting)
+        batches.end_batch("train", record)
 
     end(1.0, first=True)
     for flops in counted:
