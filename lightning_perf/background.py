@@ -22,7 +22,7 @@ T = TypeVar("T")
 Job = Callable[[], object]
 #: Seconds between two looks at what may end a wait.
 _POLL = 0.1
-#: The delay of a job that is the next one, and that `Worker.abandon` does not drop.
+#: The delay of a job that runs before all others, and that `Worker.abandon` does not drop.
 URGENT = -inf
 
 

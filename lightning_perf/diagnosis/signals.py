@@ -49,6 +49,8 @@ _DEVICE_WAITS = {
     "backward": ("waits/device/backward", "waits/exchange"),
     "reduce_metrics": _WAITS["reduce_metrics"],
 }
+#: The column of the exchange by that of the whole wait.
+EXCHANGES = dict((*_WAITS.values(), *_DEVICE_WAITS.values()))
 #: Batches of the warm-up: what callbacks after ours do in the first one is part of the second.
 WARM_UP = 2
 #: Categories in which long batches have rules of their own.
@@ -153,6 +155,14 @@ def follows_gradients(row: Action) -> bool:
     if row.category in ("logging", "checkpoint"):
         return True
     return row.name.rstrip(")").endswith(_AFTER_GRADIENTS)
+
+
+def shared_waits(ranks: int) -> float:
+    """The part of a rank's waits that each other rank has as well, on average.
+
+    When one of the ``ranks - 1`` others is late, this rank and ``ranks - 2`` others wait for it.
+    """
+    return (ranks - 2) / (ranks - 1)
 
 
 Ratio = TypeVar("Ratio", float, "Numbers")
@@ -407,9 +417,8 @@ class Signals:
             name: np.maximum(each - [[window.least(_WAITS[name][1])] for window in self.windows], 0)
             for name, each in waits.items()
         }
-        # When one of n - 1 others is late, this rank waits for it, and n - 2 others do. What both
-        # wait may be by turns, or by chance.
-        shared, chance = (ranks - 2) / (ranks - 1), _CHANCE * self.wall[:, None]
+        # What both wait may be by turns, or by chance.
+        shared, chance = shared_waits(ranks), _CHANCE * self.wall[:, None]
         longer = {}
         for name, each in beyond.items():
             own, others = each[:, [rank]], np.delete(each, rank, axis=1)

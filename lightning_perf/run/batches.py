@@ -358,7 +358,8 @@ def _corrected(record: BatchRecord, usual: Callable[[BatchCost | None], float]) 
     seconds = usual(None if record.counting is None else record.cost) + record.waiting
     if record.counting is not None:
         least, most = (max(record.seconds - c, record.waiting) for c in reversed(record.counting))
-        # A longer step than usual is like no other. A shorter one is as near to it as can be.
+        # A step that takes longer than usual even without counting is unlike the others: the
+        # middle of its limits counts. Of one that cannot have taken as long, the most counts.
         seconds = min(seconds, most) if seconds >= least else (least + most) / 2
     return record._replace(seconds=max(seconds, 0.0))
 

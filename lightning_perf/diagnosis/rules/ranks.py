@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST, Impact
-from lightning_perf.diagnosis.signals import NAMED, STRATEGY, WAITS, Unknown, follows_gradients
+from lightning_perf.diagnosis.signals import (
+    EXCHANGES,
+    NAMED,
+    STRATEGY,
+    WAITS,
+    Unknown,
+    follows_gradients,
+    shared_waits,
+)
 from lightning_perf.diagnosis.stats import equal, fewest
 from lightning_perf.units import counted, duration, rounded
 
@@ -21,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_perf.core.window import Window
     from lightning_perf.diagnosis.signals import Signals
     from lightning_perf.diagnosis.stats import Numbers
+    from lightning_perf.timing.totals import Action
 
 #: A rank's own work by phase: the columns to add, and the waits to subtract from them. With
 #: `_WAITS` these are all columns of the wall time.
@@ -42,14 +51,6 @@ _DEVICE_PHASES = {
 }
 #: Collectives of metrics: all of this is waiting.
 _WAITS = "timings/reduce_metrics"
-#: The part of waits that is the exchange itself; of others, it is the least wait of a rank.
-_EXCHANGES = {
-    "waits/forward": "waits/exchange/forward",
-    "waits/backward": "waits/exchange",
-    "waits/device/backward": "waits/exchange",
-    "waits/start": "waits/exchange/start",
-    "waits/device/start": "waits/exchange/start",
-}
 
 #: The number of windows in which a run searches for a straggler.
 _RECENT = 10
@@ -61,7 +62,7 @@ _MOST = 0.5
 #: less in others: smaller ones are chance.
 _PART = 0.05
 #: The share of the wall time from which on a callback, logger or checkpoint has a verdict.
-_OF_ITS_OWN = 0.02
+_HAS_VERDICT = 0.02
 #: The part of mutual waits that may be due to chance: no two batches take exactly as long.
 _CHANCE = 0.25
 #: The quantile of batches that is a usual one.
@@ -135,13 +136,11 @@ class Work:
         own, waits = self.own / self.batches, self.waits / self.batches
         totals, waited = own.sum(axis=1), waits.sum(axis=1)
         others: Numbers = np.delete(waits, rank, axis=0)
-        # When one of n - 1 others is late, this rank waits for it, and n - 2 others do.
-        shared = (len(others) - 1) / len(others)
         return _Latest(
             rank,
             own[rank] - np.median(np.delete(own, rank, axis=0), axis=0),
             float(totals[rank] - np.median(np.delete(totals, rank))),
-            others.mean(axis=0) - shared * waits[rank],
+            others.mean(axis=0) - shared_waits(len(own)) * waits[rank],
             float(np.median(np.delete(waited, rank)) - waited[rank]),
         )
 
@@ -280,7 +279,7 @@ def work_of(window: Window) -> Work:
         for columns, waiting in phases.values()
     ]
     points = _points(phases)
-    waits = [window[name] - window.least(_EXCHANGES.get(name, name)) for name in points]
+    waits = [window[name] - window.least(EXCHANGES[name]) for name in points]
     return Work(
         np.maximum(np.stack(own, axis=1), 0.0), np.maximum(np.stack(waits, axis=1), 0.0),
         window["waits/node_rank"], wall, window.mean("progress/batches"),
@@ -313,9 +312,10 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     works = {number: work_of(each) for number, each in enumerate(windows) if each.batches}
     mutual = sum(signals.mutual.values(), signals.nothing)
     late, seconds = _late_in(signals, works, least)
-    if not signals.on_device:
-        # This rank's callbacks have verdicts of their own: another rank may be late elsewhere.
-        other, others = _late_in(signals, _without_named(signals, works), least)
+    named = [] if signals.on_device else _named_costs(signals)
+    if named:
+        # They have verdicts of their own: another rank may be late elsewhere.
+        other, others = _late_in(signals, _without_costs(signals, works, named), least)
         if other is not None or (late is not None and late.rank == windows[0].rank):
             late, seconds = other, others
     return (None, mutual) if late is None else (late, seconds)
@@ -341,33 +341,39 @@ def _late_in(
     return late, late.seconds / max(signals.per_batch(seconds), 1e-12) * seconds
 
 
-def _without_named(signals: Signals, works: Mapping[int, Work]) -> dict[int, Work]:
-    """The work in windows without larger costs of this rank, and what others wait for them."""
-    rows = [
+def _named_costs(signals: Signals) -> list[Action]:
+    """The callbacks, loggers and checkpoints of this rank that have verdicts."""
+    return [
         row
         for row in signals.rows(*NAMED)
-        if signals.share(signals.actions[row].seconds) >= _OF_ITS_OWN
+        if signals.share(signals.actions[row].seconds) >= _HAS_VERDICT
     ]
+
+
+def _without_costs(
+    signals: Signals, works: Mapping[int, Work], rows: Sequence[Action]
+) -> dict[int, Work]:
+    """The work in windows without some costs of this rank, and what others wait for them."""
     early, late = (
         sum(
-            signals.delaying([r for r in rows if follows_gradients(r) is late]).values(),
+            signals.delaying([r for r in rows if follows_gradients(r) is follows]).values(),
             signals.nothing,
         )
-        for late in (False, True)
+        for follows in (False, True)
     )
     return {
-        number: _without(work, signals.windows[0].rank, early[number], late[number])
+        number: _without_seconds(work, signals.windows[0].rank, early[number], late[number])
         for number, work in works.items()
     }
 
 
-def _without(work: Work, rank: int, early: float, late: float) -> Work:
+def _without_seconds(work: Work, rank: int, early: float, late: float) -> Work:
     """The work in a window without seconds in callbacks of a rank, by when ranks wait for them."""
     own, waits, at = work.own.copy(), work.waits.copy(), list(PHASES).index("callback")
     own[rank, at] = max(own[rank, at] - early - late, 0.0)
     others = np.arange(len(own)) != rank
     start = _points(PHASES).index("waits/start")
-    for seconds, points in ((late, [start]), (early, [*range(start), start])):
+    for seconds, points in ((late, [start]), (early, range(start + 1))):
         left = np.full(len(own) - 1, seconds)
         for point in points:
             waited = np.minimum(waits[others, point], left)
