@@ -38,12 +38,10 @@ from lightning_perf.system.stacks import (
     collective_in,
     compiles,
     dump_of,
-    hold_signal,
     is_debugged,
     is_worker,
     main_thread,
     native_stacks,
-    release_signal,
     threads_in,
     users_frame,
 )
@@ -106,11 +104,11 @@ class Watchdog:
         self._run, self._clock = weakref.ref(run), run.require_times().clock
         self._after, self._abort, self._found = after, abort, found
         self._poll = min(_POLL, after / 10)
-        self._signal, self._failed, self._aborts = hold_signal(), False, False
+        self._stacks, self._failed, self._aborts = Stacks(), False, False
         self._stop, self._ready = Event(), Event()
         self._thread = Thread(target=self._loop, name="lightning_perf watchdog", daemon=True)
         self._thread.start()
-        self._ready.wait(_POLL)  # the children that the training forks have the handler
+        self._ready.wait(_POLL)
 
     def close(self, trainer: Trainer, reason: str) -> None:
         """Stop, for a reason as that of `PerfCallback.close`; may be called more than once."""
@@ -118,9 +116,10 @@ class Watchdog:
         self._stop.set()
         # An exception while all ranks are aborted comes from the end of another one.
         self._thread.join(6 * _FLUSH if self._failed and self._aborts else _POLL)
-        if not self._thread.is_alive():  # otherwise a signal may still come
-            compat.handlers_before(trainer).pop(self._signal, None)
-            release_signal(self._signal)
+        if not self._thread.is_alive():
+            for number in self._stacks.numbers:
+                compat.handlers_before(trainer).pop(number, None)
+            self._stacks.close()
         if reason == "teardown" and (run := self._run()) is not None:
             run.on_close(partial(self._watch_end, run))
 
@@ -160,9 +159,10 @@ class Watchdog:
 
     def _loop(self) -> None:
         sys.setprofile(None)  # as in `Worker`
-        stacks = Stacks(self._signal)
         try:
-            watch = _Watch(stacks, self._clock, self._after, self._poll, self._stop, self._found)
+            watch = _Watch(
+                self._stacks, self._clock, self._after, self._poll, self._stop, self._found
+            )
             self._ready.set()
             while not self._stop.wait(self._poll) and (run := self._run()) is not None:
                 watch.look(run)
@@ -177,7 +177,7 @@ class Watchdog:
             warn(f"hangs are no longer watched for ({describe(error)}).")
         finally:
             self._ready.set()
-            stacks.close()
+            self._stacks.close()
 
     def _goes_on(self, watch: _Watch, run: Run) -> bool:
         """Whether a reported hang has ended, or the run has, unless the other ranks end it."""
@@ -234,11 +234,9 @@ class _Watch:
         """Compare with the last look, and report a hang."""
         now = time.monotonic()
         gap, self._looked = now - self._looked, now
+        if gap > self._after and self._was_frozen(run, gap) and self._entry is None:
+            self._moved = now  # what follows is a pause of its own
         pause = now - self._moved
-        if gap > self._after and gap > self._limit(run, self._frames(self._stacks.own())):
-            self._was_frozen(run, pause)
-            if self._entry is None:  # what follows is a pause of its own
-                self._moved, pause = now, 0.0
         self._stacks.arm(self._after)
         if self.moved(run) or self._moves_within(pause):
             self._position = self._now(run)
@@ -399,29 +397,38 @@ class _Watch:
         action = self._clock.running
         return _state_of(run, frames, pause, category=action.category, name=action.name, **known)
 
-    def _was_frozen(self, run: Run, pause: float) -> None:
-        """No Python ran for long: C code held the GIL, or the process was stopped."""
-        text, rank = self._stacks.late() or "no stacks were written\n", run.ranks.global_rank
+    def _was_frozen(self, run: Run, gap: float) -> bool:
+        """Whether no Python ran for too long: C code held the GIL, or the process was stopped.
+
+        Rank 0 reports it.
+        """
+        late, rank = self._stacks.late(), run.ranks.global_rank
+        text = late or self._stacks.own()
+        frames, pause = self._frames(text), self._looked - self._moved
+        if gap <= self._limit(run, frames):
+            return False
         if rank or self._entry is not None:
-            return
+            return True
         self._stacks_saved.appendleft(text)
         self._save_stacks(run)
         idle = time.perf_counter() - self._clock.latest
-        state = replace(self._describe(run, self._frames(text), pause), missing=_FROZEN)
+        state = replace(self._describe(run, frames, pause), missing=_FROZEN)
         if idle < pause / 2:  # it has gone on already, by some milliseconds
             ended = run.counters.last_seconds > pause / 2
-            state = replace(state, batch=state.batch - ended, category="", name="")
+            place = state.place if late else ""
+            state = replace(state, batch=state.batch - ended, category="", name="", place=place)
         self._files.receive(run)
         began = self._files.time_of(run, stacks_file(rank)) - pause * 1e9
         if not self._files.is_reported_since(run, began, self._looked):
             self._report(run, [state])
             self._went_on(run, pause)
             self.reported = False
-            return
+            return True
         # Another rank has reported it meanwhile; the summary is written by this one.
         self._found(_entry_of(run, state, [state], pause) | {"ended": _clock_time(0.0)})
         with suppress(Exception):
             run.refresh_summary()
+        return True
 
     # -- all ranks --------------------------------------------------------------------------------
 

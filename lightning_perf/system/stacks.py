@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,12 +26,20 @@ if TYPE_CHECKING:
 
 PROC = Path("/proc")
 #: The name of the file in memory to which a process and its forked children write their stacks:
-#: the signal on which they do, and the thread of the process that takes it.
-_FILE = re.compile(r"/memfd:lightning_perf:stacks:(\d+):(\d+) \(deleted\)")
-#: Seconds to wait for the stacks of another process, and for those of py-spy.
-_PATIENCE, _PY_SPY_PATIENCE = 2.0, 20.0
+#: the signals on which they do, and the thread of the process that takes them.
+_FILE = re.compile(r"/memfd:lightning_perf:stacks:(\d+):(\d+):(\d+):(\d+) \(deleted\)")
+#: Seconds to wait for what another process writes on each signal, and for py-spy.
+_PATIENCE, _PY_SPY_PATIENCE = (0.5, 1.0, 2.0), 20.0
+#: Seconds to wait for the thread that answers requests, at its start and its end.
+_THREAD_PATIENCE = 2.0
+#: Seconds to wait for what the main thread writes before its next line.
+_MOMENT = 0.05
 #: Seconds between two looks at whether py-spy is still waited for.
 _POLL = 0.1
+#: Seconds without a change after which what C code writes is complete.
+_SETTLED = 0.05
+#: What Python writes before and after the stacks of a process.
+_BEGINS, _ENDS = b"stacks of process %d:\n", b"end of stacks\n"
 #: Bytes of stacks that are read at most.
 _MOST_BYTES = 1 << 20
 #: The kernel's number for "send the signal to one thread".
@@ -38,48 +47,113 @@ _SIGEV_THREAD_ID = 4
 
 
 class Stacks:
-    """Gives access to the stacks of this process, also while C code holds the GIL.
+    """Writes the stacks of this process, and of the children that it forks, when requested.
 
-    On Linux, this process and the children that it forks write their stacks to a file in memory
-    when they get a real-time signal that nobody uses. The kernel sends it, too, if the thread that
-    has constructed this does not `arm` it again in time. That thread takes the signal, which
-    interrupts no system call of the training. Elsewhere, `own` works alone.
+    On Linux, they do so on three real-time signals that nobody uses, into a file in memory. A
+    thread of this process takes them, so that they interrupt no system call of the training; in a
+    child, the main thread does.
 
-    Args:
-        number: The signal, as `hold_signal` returns it.
+    1. The thread writes the stacks once it has the GIL.
+    2. The main thread does before its next line of Python: some give up the GIL so often, and for
+       so short, that other threads do not get it for seconds (CPython). The kernel sends this one,
+       too, if nobody calls `arm` in time.
+    3. C code does, also while other C code holds the GIL. It would crash a process that runs Python
+       meanwhile, and so comes last.
+
+    Constructed on another thread than the main one, only children write. Elsewhere than on Linux,
+    `own` works alone.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number, self._file, self._start = 0, -1, 0
+    def __init__(self) -> None:
+        #: The signals, if there are any.
+        self.numbers: tuple[int, ...] = ()
+        self._file, self._ends, self._written, self._start = -1, False, 0, 0
+        self._thread: threading.Thread | None = None
         self._timer: _Timer | None = None
-        with suppress(Exception):  # not Linux, or no signal is free
-            thread = threading.get_native_id()
-            self._file = os.memfd_create(f"lightning_perf:stacks:{number}:{thread}")
-            faulthandler.register(number, file=self._file, all_threads=True)
-            self._number = number
-            self._timer = _Timer(number, thread)
+        with suppress(Exception):  # not Linux, or no signals are free
+            self.numbers, ready = _free_signals(), threading.Event()
+            self._thread = threading.Thread(
+                target=self._answer, args=(ready,), name="lightning_perf requests", daemon=True
+            )
+            if threading.current_thread() is threading.main_thread():
+                self.handle()
+            else:
+                _OFF_MAIN.add(self)
+            self._thread.start()
+            ready.wait(_THREAD_PATIENCE)  # the children that are forked have the file
+            if self not in _OFF_MAIN:
+                self._timer = _Timer(self.numbers[1], self._thread.native_id or 0)
+
+    def handle(self) -> None:
+        """Let the main thread, on which this is called, handle the signals."""
+        first, second, third = self.numbers
+        signal.signal(first, self._write)
+        signal.signal(second, self._write)
+        if self._file < 0:
+            # Each Trainer of Lightning, at its end, sets all signals to what Python knew of them at
+            # its start: without a handler, the signal would end the process.
+            signal.signal(third, _ignore)
+
+    def _answer(self, ready: threading.Event) -> None:
+        """Write the stacks each time that another process requests them, until `close`."""
+        import fcntl  # not on Windows
+
+        sys.setprofile(None)  # as in `Worker`
+        first, _, third = self.numbers
+        signal.pthread_sigmask(signal.SIG_BLOCK, {first})  # `sigwait` takes it
+        with suppress(OSError):  # a sandbox
+            names = ":".join(map(str, (*self.numbers, threading.get_native_id())))
+            self._file = os.memfd_create(f"lightning_perf:stacks:{names}")
+            fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # also once `arm` has emptied it
+            faulthandler.register(third, file=self._file, all_threads=True)
+        ready.set()
+        while not self._ends:
+            written = self._written
+            signal.sigwait({first})
+            if not self._ends and self._written == written:  # the main thread has not answered
+                self._write()
+
+    def _write(self, *_: object) -> None:
+        """Write the stacks while no other thread runs Python."""
+        self._written += 1
+        with suppress(OSError, ValueError):  # a forked child has closed all files
+            own = os.memfd_create("lightning_perf")
+            try:
+                faulthandler.dump_traceback(own, all_threads=True)
+                text = os.pread(own, _MOST_BYTES, 0)
+            finally:
+                os.close(own)
+            # At once, since another thread may write, too.
+            os.write(self._file, _BEGINS % os.getpid() + text + _ENDS)
 
     def arm(self, seconds: float) -> None:
-        """Write the stacks after some seconds, unless this is called again before."""
+        """Write the stacks after some seconds, unless this is called again before.
+
+        If C code holds the GIL then, they are those of the line that has called it.
+        """
+        if self._file < 0:
+            return
+        self._handle_again()
+        if os.fstat(self._file).st_size > _MOST_BYTES:
+            os.ftruncate(self._file, 0)
+        self._start = os.fstat(self._file).st_size
         if self._timer is not None:
-            self._handle_again()
-            self._start = os.fstat(self._file).st_size
-            if self._start > _MOST_BYTES:
-                os.ftruncate(self._file, 0)
-                self._start = os.lseek(self._file, 0, os.SEEK_SET)
             self._timer.set(seconds)
 
     def _handle_again(self) -> None:
-        """Another Trainer has ended meanwhile, and set the signal's handler: see `hold_signal`."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {self._number})  # it would have no handler
-        faulthandler.unregister(self._number)
-        faulthandler.register(self._number, file=self._file, all_threads=True)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {self._number})
+        """Another Trainer has ended meanwhile, and set the third signal's handler: see `handle`."""
+        number = self.numbers[2]
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})  # it would have no handler
+        faulthandler.unregister(number)
+        faulthandler.register(number, file=self._file, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
     def late(self) -> str:
-        """What was written because `arm` was not called in time; empty if nothing was."""
-        if self._timer is None:
+        """What was written since `arm`, such as because it was not called in time; may be empty."""
+        if self._file < 0:
             return ""
+        # The main thread may be about to write.
+        wait_until(lambda: os.fstat(self._file).st_size > self._start, _MOMENT)
         return os.pread(self._file, _MOST_BYTES, self._start).decode(errors="replace")
 
     @staticmethod
@@ -96,48 +170,62 @@ class Stacks:
         return text
 
     def close(self) -> None:
-        """Restore what the signal does; may be called more than once.
+        """Write no more stacks, and restore the handlers if this is called on the main thread.
 
-        Only the thread that takes the signal may call this: it has none pending afterwards.
+        May be called more than once.
         """
+        self._ends = True
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.close()
-        if self._number:
-            faulthandler.unregister(self._number)
-            self._number = 0
+        if self._thread is not None:
+            _send(os.getpid(), self._thread.native_id or 0, self.numbers[0])
+            self._thread.join(_THREAD_PATIENCE)
+            if self._thread.is_alive():  # signals may still come
+                return
+            self._thread = None
         if self._file >= 0:
+            faulthandler.unregister(self.numbers[2])
             with suppress(OSError):  # a forked child has closed all files
                 os.close(self._file)
             self._file = -1
+        if threading.current_thread() is threading.main_thread():
+            for number in self.numbers:
+                if signal.getsignal(number) in (self._write, _ignore):
+                    signal.signal(number, signal.SIG_DFL)
+            self.numbers = ()
 
 
-def hold_signal() -> int:
-    """Reserve a real-time signal that nothing handles, so that it ends no process; 0 without one.
-
-    Each Trainer of Lightning, at its end, sets all signals to what Python knew of them at its
-    start, and so would let one of ours end the process if Python did not know a handler.
-    """
-    try:
-        handled = _handled(os.getpid(), "SigCgt", "SigIgn", "SigBlk")
-        free = range(signal.SIGRTMAX - 4, signal.SIGRTMIN, -1)
-        number = next(each for each in free if not handled >> (each - 1) & 1)
-    except Exception:  # not Linux, or all are in use
-        return 0
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(number, _ignore)
-    return number
+#: Those that were constructed on another thread than the main one.
+_OFF_MAIN = weakref.WeakSet[Stacks]()
 
 
-def release_signal(number: int) -> None:
-    """Undo `hold_signal`."""
-    on_main = threading.current_thread() is threading.main_thread()
-    if number and on_main and signal.getsignal(number) is _ignore:
-        signal.signal(number, signal.SIG_DFL)
+def _after_fork() -> None:
+    """In a child, the thread that has forked it is the main thread."""
+    for each in _OFF_MAIN:
+        with suppress(Exception):  # it has ended
+            each.handle()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _free_signals() -> tuple[int, ...]:
+    """Three real-time signals that nothing handles; raises where there are none."""
+    handled = _handled(os.getpid(), "SigCgt", "SigIgn", "SigBlk")
+    numbers = range(signal.SIGRTMAX - 4, signal.SIGRTMIN, -1)
+    first, second, third, *_ = (each for each in numbers if not handled >> (each - 1) & 1)
+    return first, second, third
 
 
 def _ignore(*_: object) -> None:
     """Handles a signal in place of faulthandler."""
+
+
+def _send(pid: int, thread: int, number: int) -> bool:
+    """Send a signal to a thread of a process; returns whether it exists."""
+    return not ctypes.CDLL(None).tgkill(pid, thread, number)
 
 
 class _Event(ctypes.Structure):
@@ -178,22 +266,30 @@ class _Timer:
 
 def _handled(pid: int, *masks: str) -> int:
     """The signals in these masks of a process, as bits (Linux)."""
-    lines = (PROC / str(pid) / "status").read_text().splitlines()
-    status = dict(line.split(":", 1) for line in lines if ":" in line)
-    bits = 0
+    status, bits = _status(pid), 0
     for name in masks:
         bits |= int(status[name], 16)
     return bits
 
 
+def _own_number(pid: int) -> int:
+    """The id of a process as itself sees it, such as in a container."""
+    return int(_status(pid).get("NSpid", str(pid)).split()[-1])
+
+
+def _status(pid: int) -> dict[str, str]:
+    lines = (PROC / str(pid) / "status").read_text().splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
 def stacks_of(pid: int) -> str:
     """The stacks that another process writes on our signal.
 
-    The signal would end a process without our handler. A process has it if it has our file open,
-    which no program that it starts inherits, and handles the signal.
+    A signal would end a process without our handlers. A process has them if it has our file open,
+    which no program that it starts inherits, and handles the signals.
 
     Raises:
-        LookupError: It has no handler of ours: it is not a training, has ended, or was not forked.
+        LookupError: It has no handlers of ours: it is not a training, has ended, or was not forked.
         TimeoutError: It wrote nothing, such as a stopped process.
     """
     try:
@@ -205,29 +301,42 @@ def stacks_of(pid: int) -> str:
         raise
     except OSError:
         pass
-    raise LookupError(f"process {pid} has no handler of lightning_perf")
+    raise LookupError(f"process {pid} has no handlers of lightning_perf")
 
 
-def _requested(pid: int, path: Path, number: int, thread: int) -> str:
+def _requested(pid: int, path: Path, *names: int) -> str:
+    *numbers, thread = names
     with path.open("rb", buffering=0) as file:
-        start = size = file.seek(0, os.SEEK_END)
+        start, before, since = file.seek(0, os.SEEK_END), b"", 0.0
+        complete = re.compile(_BEGINS % _own_number(pid) + b"(.+?)" + _ENDS, re.DOTALL)
 
-        def written() -> bool:
-            nonlocal size
-            before, size = size, os.fstat(file.fileno()).st_size
-            return start < size == before
+        def read() -> bytes:
+            nonlocal start, before, since
+            start = min(start, os.fstat(file.fileno()).st_size)  # the process may have emptied it
+            file.seek(start)
+            content = file.read(2 * _MOST_BYTES)
+            if found := complete.search(content):
+                return found[1]
+            if content != before:
+                before, since = content, time.monotonic()
+            settled = number == numbers[-1] and time.monotonic() > since + _SETTLED
+            return content if settled else b""
 
         # In a forked child, or a container, the thread has no such number.
         takes = thread if (PROC / str(pid) / "task" / str(thread)).exists() else pid
-        if not _handled(pid, "SigCgt") >> (number - 1) & 1:
-            raise LookupError(f"process {pid} does not handle signal {number}")
-        if ctypes.CDLL(None).tgkill(pid, takes, number):
-            raise LookupError(f"process {pid} has ended")
-        wait_until(written, _PATIENCE)
-        if size == start:
-            raise TimeoutError(f"process {pid} does not answer")
-        file.seek(start)
-        return file.read(_MOST_BYTES).decode(errors="replace")
+        for number, patience in zip(numbers, _PATIENCE, strict=True):
+            if not _handled(pid, "SigCgt") >> (number - 1) & 1:
+                raise LookupError(f"process {pid} does not handle signal {number}")
+            if state_of(pid) == "stopped":  # it would run Python again when it gets the signal
+                break
+            if not _send(pid, takes, number):
+                raise LookupError(f"process {pid} has ended")
+            until = time.monotonic() + patience
+            while not (content := read()) and time.monotonic() < until:
+                time.sleep(0.001)
+            if content:
+                return content[:_MOST_BYTES].decode(errors="replace")
+        raise TimeoutError(f"process {pid} does not answer")
 
 
 def native_stacks(pid: int, stop: threading.Event | None = None) -> str:

@@ -57,7 +57,15 @@ from lightning_perf.run.context import current_run
 from lightning_perf.run.hang_files import HangFiles
 from lightning_perf.run.watchdog import _entry_of, _is_rare, _Watch
 from lightning_perf.system import stacks
-from lightning_perf.system.stacks import PROC, Dump, Frame, compiles, dump_of, stacks_of
+from lightning_perf.system.stacks import (
+    PROC,
+    Dump,
+    Frame,
+    children_of,
+    compiles,
+    dump_of,
+    stacks_of,
+)
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs signals of Linux")
@@ -381,9 +389,9 @@ def test_a_training_that_ran_no_python_says_afterwards_where_it_stood(tmp_path: 
 def test_a_training_that_goes_on_before_the_watch_looks_is_reported_where_it_stood(
     tmp_path: Path,
 ) -> None:
-    """Its thread may get the GIL some milliseconds late. Systems without signals have no stacks."""
+    """Its thread may get the GIL some milliseconds late."""
     found: list[dict[str, Any]] = []
-    own = stacks.Stacks(0)
+    own = stacks.Stacks()
 
     class Looks(L.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
@@ -400,35 +408,6 @@ def test_a_training_that_goes_on_before_the_watch_looks_is_reported_where_it_sto
     own.close()
     (hang,) = found
     assert (hang["stage"], hang["batch"], hang["phase"]) == ("train", hanging.BATCH, "")
-
-
-def test_a_process_that_stops_while_the_watch_looks_has_stacks_of_that_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The end of that look does not discard them."""
-    found: list[dict[str, Any]] = []
-    own = stacks.Stacks(number := stacks.hold_signal())
-
-    def stops(*_: object) -> None:
-        time.sleep(2.0)
-
-    class Looks(L.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-            run: Any = current_run(trainer)
-            if index == 0:
-                clock = run.require_times().clock
-                watch = _Watch(own, clock, 0.3, 0.03, threading.Event(), found.append)
-                with monkeypatch.context() as patch:
-                    patch.setattr(watch, "_save_own", stops)
-                    watch.look(run)
-                watch.look(run)
-
-    with pytest.warns(PerfWarning, match="the training hangs"):
-        trainer(tmp_path, Timings(), Looks()).fit(Hangs(bool))
-    own.close()
-    stacks.release_signal(number)
-    (hang,) = found
-    assert "(`time.sleep(2.0)`, test_hang.py:" in hang["text"]
 
 
 @pytest.mark.slow
@@ -744,7 +723,7 @@ class Computes(Metric):
 @pytest.fixture
 def watched() -> Iterator[Callable[[Any], _Watch]]:
     """Makes the checks of a run with a limit of 100 s, as its callback's thread does."""
-    own = stacks.Stacks(0)
+    own = stacks.Stacks()
 
     def watch(run: Any) -> _Watch:
         clock = run.require_times().clock
@@ -1509,6 +1488,22 @@ def test_stacks_of_a_training_are_shown_at_once(
         assert "is another one" in capsys.readouterr().err
         assert exit_code("stacks", str(tmp_path / "no-run")) == 2
         go_on.touch()
+        process.join()
+        assert process.exitcode == 0
+
+
+@pytest.mark.slow
+def test_stacks_of_processes_that_run_python_can_be_shown_at_any_time(tmp_path: Path) -> None:
+    """Frames change meanwhile: C code that read them without the GIL would crash the process."""
+    module = Hangs(partial(hanging.run_python, tmp_path))
+    samples = Samples(partial(hanging.run_python, tmp_path))
+    with training(tmp_path, module, samples, 1, after="120s") as process:
+        until(lambda: _in(process.pid, "run_python"))
+        (worker,) = children_of(process.pid)
+        for _ in range(30):
+            assert "in run_python" in stacks_of(process.pid)
+            assert "_worker_loop" in stacks_of(worker)
+        (tmp_path / "go on").touch()
         process.join()
         assert process.exitcode == 0
 

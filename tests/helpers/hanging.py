@@ -169,6 +169,18 @@ def work(folder: Path, parts: int = 18) -> None:
         time.sleep(0.1)
 
 
+def run_python(folder: Path) -> None:
+    """Call functions and generators, and execute code, until this may go on."""
+    while not (folder / "go on").exists():
+        for _ in range(100):
+            sum(_called(each % 8) for each in range(20))
+            exec("def made(depth): return depth\nmade(1)", {})
+
+
+def _called(depth: int) -> int:
+    return depth and 1 + _called(depth - 1)
+
+
 class SlowUser:
     """The input of a debugger, which goes on after three seconds."""
 
