@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_perf.diagnosis.hang import RankState
 from lightning_perf.errors import DAMAGE, describe
 from lightning_perf.files import finite, read_json, write_text
-from lightning_perf.system.stacks import dump_of, main_thread, users_frame
+from lightning_perf.system.frames import main_thread, users_frame
+from lightning_perf.system.stacks import dump_of
 from lightning_perf.traces.names import numbered
 from lightning_perf.traces.writer import MARKER, mark, owner_of
 

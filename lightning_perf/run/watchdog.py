@@ -32,19 +32,16 @@ from lightning_perf.run.hang_files import REPORT, HangFiles, stacks_file
 from lightning_perf.run.hooks import PER_BATCH
 from lightning_perf.run.spans import START
 from lightning_perf.run.summary import add_hang
-from lightning_perf.system.stacks import (
-    Stacks,
-    children_of,
+from lightning_perf.system.frames import (
     collective_in,
     compiles,
-    dump_of,
     is_debugged,
     is_worker,
     main_thread,
-    native_stacks,
     threads_in,
     users_frame,
 )
+from lightning_perf.system.stacks import Stacks, children_of, dump_of, native_stacks
 from lightning_perf.timing.totals import PHASES
 
 if TYPE_CHECKING:
@@ -55,7 +52,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
     from lightning_perf.run.run import Run
-    from lightning_perf.system.stacks import Frame
+    from lightning_perf.system.frames import Frame
     from lightning_perf.timing.clock import Clock
 
 #: The exit code of a training that `Hang(action="abort")` ends: EX_TEMPFAIL, "try again".

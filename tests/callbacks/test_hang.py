@@ -57,15 +57,8 @@ from lightning_perf.run.context import current_run
 from lightning_perf.run.hang_files import HangFiles
 from lightning_perf.run.watchdog import _entry_of, _is_rare, _Watch
 from lightning_perf.system import stacks
-from lightning_perf.system.stacks import (
-    PROC,
-    Dump,
-    Frame,
-    children_of,
-    compiles,
-    dump_of,
-    stacks_of,
-)
+from lightning_perf.system.frames import Frame, compiles
+from lightning_perf.system.stacks import PROC, Dump, children_of, dump_of, stacks_of
 from lightning_perf.tracking.summary import read_summary
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs signals of Linux")
