@@ -189,7 +189,8 @@ def stacks(run: str, *, json: bool = False) -> int:
     except LookupError as error:
         raise Failure(error, 1) from None
     if not lives(pid, _now(), process.get("started")):
-        raise Failure(f"process {pid} is another one: that of {run} has ended", 1)
+        what = "has ended" if run == str(pid) else f"is another one: that of {run} has ended"
+        raise Failure(f"process {pid} {what}", 1)
     dumps = [dump_of(each, native=True) for each in [pid, *descendants(pid)]]
     if not any(dump.text for dump in dumps):
         raise Failure(
@@ -199,7 +200,7 @@ def stacks(run: str, *, json: bool = False) -> int:
     if json:
         print_json([dump._asdict() for dump in dumps])
     else:
-        missing = "no stacks: it was not forked by a training\n"
+        missing = "no stacks: no training has forked it, or it begins or ends\n"
         say(*(f"process {pid}, {state}\n{text or missing}" for pid, state, text in dumps))
     return 0
 

@@ -16,13 +16,16 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_perf.background import wait_until
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 PROC = Path("/proc")
-#: The name of the file in memory to which a process and its forked children write their stacks:
-#: the signals on which they do, and the thread of the process that takes them.
+#: The name of the file in memory to which a process writes its stacks: the signals on which it
+#: does, and the thread that takes them.
 _FILE = re.compile(r"/memfd:lightning_perf:stacks:(\d+):(\d+):(\d+):(\d+) \(deleted\)")
 #: Seconds to wait for what another process writes on each signal, and for py-spy.
 _PATIENCE, _PY_SPY_PATIENCE = (0.5, 1.0, 2.0), 20.0
@@ -34,8 +37,9 @@ _MOMENT = 0.05
 _POLL = 0.1
 #: Seconds without a change after which what C code writes is complete.
 _SETTLED = 0.05
-#: What Python writes before and after the stacks of a process.
-_BEGINS, _ENDS = b"stacks of process %d:\n", b"end of stacks\n"
+#: What Python writes before and after the stacks.
+_BEGINS, _ENDS = b"stacks:\n", b"end of stacks\n"
+_COMPLETE = re.compile(_BEGINS + b"(.+?)" + _ENDS, re.DOTALL)
 #: Bytes of stacks that are read at most.
 _MOST_BYTES = 1 << 20
 #: The kernel's number for "send the signal to one thread".
@@ -45,9 +49,9 @@ _SIGEV_THREAD_ID = 4
 class Stacks:
     """Writes the stacks of this process, and of the children that it forks, when requested.
 
-    On Linux, they do so on three real-time signals that nobody uses, into a file in memory. A
-    thread of this process takes them, so that they interrupt no system call of the training; in a
-    child, the main thread does.
+    On Linux, a thread of each of these processes takes three real-time signals that nobody uses, so
+    that they interrupt no system call of other threads, and end with it when a child executes
+    another program. The stacks go into a file in memory, whose name has signals and thread.
 
     1. The thread writes the stacks once it has the GIL.
     2. The main thread does before its next line of Python: some give up the GIL so often, and for
@@ -56,8 +60,8 @@ class Stacks:
     3. C code does, also while other C code holds the GIL. It would crash a process that runs Python
        meanwhile, and so comes last.
 
-    Constructed on another thread than the main one, only children write. Elsewhere than on Linux,
-    `own` works alone.
+    Constructed on another thread than the main one, it does 1 alone. Elsewhere than on Linux, `own`
+    works alone.
     """
 
     def __init__(self) -> None:
@@ -67,41 +71,48 @@ class Stacks:
         self._thread: threading.Thread | None = None
         self._timer: _Timer | None = None
         with suppress(Exception):  # not Linux, or no signals are free
-            self.numbers, ready = _free_signals(), threading.Event()
-            self._thread = threading.Thread(
-                target=self._answer, args=(ready,), name="lightning_perf requests", daemon=True
-            )
-            if threading.current_thread() is threading.main_thread():
-                self.handle()
-            else:
-                _OFF_MAIN.add(self)
-            self._thread.start()
-            ready.wait(_THREAD_PATIENCE)  # the children that are forked have the file
-            if self not in _OFF_MAIN:
-                self._timer = _Timer(self.numbers[1], self._thread.native_id or 0)
+            self.numbers = first, second, third = _free_signals()
+            on_main = threading.current_thread() is threading.main_thread()
+            if on_main:
+                # Each Trainer of Lightning, at its end, sets all signals to what Python knew of
+                # them at its start: without a handler, a signal would end the process.
+                signal.signal(first, _ignore)
+                signal.signal(second, self._write)
+                signal.signal(third, _ignore)
+            self._begin().wait(_THREAD_PATIENCE)
+            _OPEN.add(self)
+            if on_main and self._thread is not None:
+                self._timer = _Timer(second, self._thread.native_id or 0)
 
-    def handle(self) -> None:
-        """Let the main thread, on which this is called, handle the signals."""
-        first, second, third = self.numbers
-        signal.signal(first, self._write)
-        signal.signal(second, self._write)
-        if self._file < 0:
-            # Each Trainer of Lightning, at its end, sets all signals to what Python knew of them at
-            # its start: without a handler, the signal would end the process.
-            signal.signal(third, _ignore)
+    def _begin(self) -> threading.Event:
+        """Start the thread; returns what is set once it answers."""
+        ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._answer, args=(ready,), name="lightning_perf requests", daemon=True
+        )
+        self._thread.start()
+        return ready
+
+    def begin_in_child(self) -> None:
+        """Go on in a forked child, on its main thread: it has only that, and the parent's file."""
+        inherited, self._file, self._timer = self._file, -1, None
+        if inherited >= 0:
+            os.close(inherited)
+            signal.signal(self.numbers[1], self._write)
+            self._begin()
 
     def _answer(self, ready: threading.Event) -> None:
         """Write the stacks each time that another process requests them, until `close`."""
         import fcntl  # not on Windows
 
         sys.setprofile(None)  # as in `Worker`
-        first, _, third = self.numbers
+        first = self.numbers[0]
         signal.pthread_sigmask(signal.SIG_BLOCK, {first})  # `sigwait` takes it
         with suppress(OSError):  # a sandbox
             names = ":".join(map(str, (*self.numbers, threading.get_native_id())))
             self._file = os.memfd_create(f"lightning_perf:stacks:{names}")
             fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # also once `arm` has emptied it
-            faulthandler.register(third, file=self._file, all_threads=True)
+            self._handle_again()
         ready.set()
         while not self._ends:
             written = self._written
@@ -120,7 +131,7 @@ class Stacks:
             finally:
                 os.close(own)
             # At once, since another thread may write, too.
-            os.write(self._file, _BEGINS % os.getpid() + text + _ENDS)
+            os.write(self._file, _BEGINS + text + _ENDS)
 
     def arm(self, seconds: float) -> None:
         """Write the stacks after some seconds, unless this is called again before.
@@ -137,8 +148,10 @@ class Stacks:
             self._timer.set(seconds)
 
     def _handle_again(self) -> None:
-        """Another Trainer has ended meanwhile, and set the third signal's handler: see `handle`."""
+        """Handle the third signal: the end of another Trainer sets its handler, see `__init__`."""
         number = self.numbers[2]
+        if signal.getsignal(number) not in (_ignore, signal.SIG_DFL, None):
+            return  # the user's
         signal.pthread_sigmask(signal.SIG_BLOCK, {number})  # it would have no handler
         faulthandler.unregister(number)
         faulthandler.register(number, file=self._file, all_threads=True)
@@ -185,6 +198,7 @@ class Stacks:
             with suppress(OSError):  # a forked child has closed all files
                 os.close(self._file)
             self._file = -1
+        _OPEN.discard(self)
         if threading.current_thread() is threading.main_thread():
             for number in self.numbers:
                 if signal.getsignal(number) in (self._write, _ignore):
@@ -192,15 +206,15 @@ class Stacks:
             self.numbers = ()
 
 
-#: Those that were constructed on another thread than the main one.
-_OFF_MAIN = weakref.WeakSet[Stacks]()
+#: Those that a forked child goes on with.
+_OPEN = weakref.WeakSet[Stacks]()
 
 
 def _after_fork() -> None:
     """In a child, the thread that has forked it is the main thread."""
-    for each in _OFF_MAIN:
+    for each in list(_OPEN):
         with suppress(Exception):  # it has ended
-            each.handle()
+            each.begin_in_child()
 
 
 if hasattr(os, "register_at_fork"):
@@ -262,19 +276,19 @@ class _Timer:
 
 def _handled(pid: int, *masks: str) -> int:
     """The signals in these masks of a process, as bits (Linux)."""
-    status, bits = _status(pid), 0
+    status, bits = _status(PROC / str(pid)), 0
     for name in masks:
         bits |= int(status[name], 16)
     return bits
 
 
-def _own_number(pid: int) -> int:
-    """The id of a process as itself sees it, such as in a container."""
-    return int(_status(pid).get("NSpid", str(pid)).split()[-1])
+def _own_number(task: Path) -> int:
+    """The id of a thread as itself sees it, such as in a container."""
+    return int(_status(task).get("NSpid", task.name).split()[-1])
 
 
-def _status(pid: int) -> dict[str, str]:
-    lines = (PROC / str(pid) / "status").read_text().splitlines()
+def _status(folder: Path) -> dict[str, str]:
+    lines = (folder / "status").read_text().splitlines()
     return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
@@ -282,7 +296,8 @@ def stacks_of(pid: int) -> str:
     """The stacks that another process writes on our signal.
 
     A signal would end a process without our handlers. A process has them if it has our file open,
-    which no program that it starts inherits, and handles the signals.
+    and the thread that the file's name has: a child has neither until it is forked completely, nor
+    once it executes another program.
 
     Raises:
         LookupError: It has no handlers of ours: it is not a training, has ended, or was not forked.
@@ -292,7 +307,10 @@ def stacks_of(pid: int) -> str:
         for link in (PROC / str(pid) / "fd").iterdir():
             with suppress(FileNotFoundError):  # closed meanwhile
                 if found := _FILE.fullmatch(str(link.readlink())):
-                    return _requested(pid, link, *map(int, found.groups()))
+                    *numbers, own = map(int, found.groups())
+                    for task in (PROC / str(pid) / "task").iterdir():
+                        if _own_number(task) == own:
+                            return _requested(pid, int(task.name), link, numbers)
     except TimeoutError:
         raise
     except OSError:
@@ -300,35 +318,31 @@ def stacks_of(pid: int) -> str:
     raise LookupError(f"process {pid} has no handlers of lightning_perf")
 
 
-def _requested(pid: int, path: Path, *names: int) -> str:
-    *numbers, thread = names
+def _requested(pid: int, thread: int, path: Path, numbers: Sequence[int]) -> str:
     with path.open("rb", buffering=0) as file:
         start, before, since = file.seek(0, os.SEEK_END), b"", 0.0
-        complete = re.compile(_BEGINS % _own_number(pid) + b"(.+?)" + _ENDS, re.DOTALL)
 
-        def read() -> bytes:
+        def read(by_c: bool) -> bytes:
             nonlocal start, before, since
             start = min(start, os.fstat(file.fileno()).st_size)  # the process may have emptied it
             file.seek(start)
             content = file.read(2 * _MOST_BYTES)
-            if found := complete.search(content):
+            if found := _COMPLETE.search(content):
                 return found[1]
             if content != before:
                 before, since = content, time.monotonic()
-            settled = number == numbers[-1] and time.monotonic() > since + _SETTLED
-            return content if settled else b""
+            return content if by_c and time.monotonic() > since + _SETTLED else b""
 
-        # In a forked child, or a container, the thread has no such number.
-        takes = thread if (PROC / str(pid) / "task" / str(thread)).exists() else pid
         for number, patience in zip(numbers, _PATIENCE, strict=True):
-            if not _handled(pid, "SigCgt") >> (number - 1) & 1:
-                raise LookupError(f"process {pid} does not handle signal {number}")
+            # The first one needs no handler; others have none in a `fit` off the main thread.
+            if number != numbers[0] and not _handled(pid, "SigCgt") >> (number - 1) & 1:
+                break
             if state_of(pid) == "stopped":  # it would run Python again when it gets the signal
                 break
-            if not _send(pid, takes, number):
+            if not _send(pid, thread, number):
                 raise LookupError(f"process {pid} has ended")
             until = time.monotonic() + patience
-            while not (content := read()) and time.monotonic() < until:
+            while not (content := read(number == numbers[-1])) and time.monotonic() < until:
                 time.sleep(0.001)
             if content:
                 return content[:_MOST_BYTES].decode(errors="replace")

@@ -1554,6 +1554,74 @@ def test_a_program_that_a_training_starts_is_not_signalled(tmp_path: Path) -> No
     assert dump.text == ""
 
 
+def test_programs_that_a_training_is_starting_are_not_signalled(tmp_path: Path) -> None:
+    """Until they execute, they have the files and handlers of the training."""
+
+    class Starts(Small):
+        def on_train_start(self) -> None:
+            ended = [subprocess.call(["/bin/true"]) for _ in range(300)]
+            ended += [os.system("true") for _ in range(100)]
+            assert not any(ended)
+
+    with training(tmp_path, Starts()) as process:
+        while process.exitcode is None:
+            for pid in children_of(process.pid):
+                dump_of(pid)
+        assert process.exitcode == 0
+
+
+@pytest.mark.slow
+def test_no_call_of_c_in_a_worker_is_interrupted_by_its_report(tmp_path: Path) -> None:
+    """Not all code calls again what a signal has interrupted."""
+    samples = Samples(partial(hanging.sleep_in_c, tmp_path / "seconds"))
+    with training(tmp_path, Small(), samples, 1) as process:
+        assert f"worker 0 waits in {line('in C')}" in reported(tmp_path)
+        process.join()
+        assert process.exitcode == 0
+    assert float((tmp_path / "seconds").read_text()) >= 4
+
+
+def test_a_handler_that_the_user_sets_stays(tmp_path: Path) -> None:
+    """Also on a signal that nobody used when the training began."""
+    real_time = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+    before = {number: signal.getsignal(number) for number in real_time}
+    received = []
+
+    class Handles(L.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            for number in real_time:
+                signal.signal(number, lambda number, _: received.append(number))
+            time.sleep(0.5)  # the watch looks
+            for number in real_time:
+                signal.raise_signal(number)
+
+    try:
+        trainer(tmp_path, Hang(after="1s"), Handles()).fit(Small())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+    assert received == [*real_time]
+
+
+@pytest.mark.slow
+def test_stacks_of_a_training_off_the_main_thread_are_shown(tmp_path: Path) -> None:
+    """As in Ray Train; with those of its workers."""
+    waits, go_on = tmp_path / "waits", tmp_path / "go on"
+
+    class Waits(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            waits.touch()
+            until(go_on.exists)
+
+    with training(tmp_path, Waits(), Samples(), 1, thread=True) as process:
+        until(lambda: waits.exists() and _in(process.pid, "on_train_batch_start"))
+        (worker,) = children_of(process.pid)
+        assert "_worker_loop" in stacks_of(worker)
+        go_on.touch()
+        process.join()
+        assert process.exitcode == 0
+
+
 def test_a_process_of_another_user_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Nor is it signalled; and neither is one that does not exist."""
     with process_of_another_user() as pid:

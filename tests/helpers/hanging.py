@@ -152,6 +152,12 @@ def barrier() -> None:
     torch.distributed.barrier()  # barrier
 
 
+def sleep_in_c(seconds: Path) -> None:
+    began = time.monotonic()
+    ctypes.CDLL(None).usleep(4_000_000)  # in C
+    seconds.write_text(str(time.monotonic() - began))
+
+
 def hold_gil(seconds: int = 1000) -> None:
     ctypes.PyDLL(None).sleep(seconds)  # gil
 
@@ -241,4 +247,9 @@ def _train(folder: Path, args: Any, options: Any) -> None:
         warnings.simplefilter("default")
         # pytest keeps warnings otherwise.
         warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
+        if options.pop("thread", False):
+            thread = threading.Thread(target=fit, args=(folder, *args), kwargs=options)
+            thread.start()
+            thread.join()
+            return
         fit(folder, *args, **options)
