@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_perf import Window, always_on
-from lightning_perf.diagnosis import LATENESS, Findings, diagnose
+from lightning_perf.core.progress import Timestamp
+from lightning_perf.diagnosis import LATENESS, Findings, Verdict, diagnose
 from lightning_perf.diagnosis.rules.ranks import Straggler, straggler_of, work_of
 from lightning_perf.diagnosis.signals import Loader, Setup, Signals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
@@ -194,13 +195,24 @@ def test_waits_in_metrics_are_not_called_those_of_changing_ranks() -> None:
     assert "most of it in metrics" in found.advice
 
 
-def few(first: float, second: float, steps: NDArray[np.float64]) -> Findings:
+def few(first: float, second: float, steps: NDArray[np.float64], accumulated: int = 1) -> Findings:
     """Two reports after the warm-up, in which rank 0 waits for some seconds of rank 1."""
-    windows = [
-        signals_of_ranks({"forward": {1: own}}, {0: own}, 2, exchange={0: 1e-9}).windows[0]
-        for own in (second, first, second)
-    ]
-    return diagnose(Signals(windows=windows, steps=steps))
+    windows = waiting(second, first, second)
+    phases = np.zeros((len(steps), len(CATEGORIES)))
+    phases[accumulated - 1 :: accumulated, CATEGORIES.index("optimizer_step")] = 0.1
+    known = {"phases": phases} if accumulated > 1 else {}
+    return diagnose(Signals(windows=windows, steps=steps, **known))
+
+
+def waiting(*seconds: float) -> list[Window]:
+    """Windows in which rank 0 waits for some seconds of rank 1."""
+    return [
+        replace(
+            signals_of_ranks({"forward": {1: own}}, {0: own}, 2, exchange={0: 1e-9}).windows[0],
+            first=Timestamp(batch=10 * number), last=Timestamp(batch=10 * number + 10),
+        )
+        for number, own in enumerate(seconds)
+    ]  # fmt: skip
 
 
 def test_a_rank_that_is_late_in_each_batch_is_named_with_few_reports() -> None:
@@ -209,6 +221,26 @@ def test_a_rank_that_is_late_in_each_batch_is_named_with_few_reports() -> None:
     assert "straggler" not in found.abstained
     (first, *_) = found.verdicts
     assert (first.code, first.rank, first.severity) == ("straggler", 1, "critical")
+
+
+@pytest.mark.parametrize("accumulated", [2, 4])
+def test_with_accumulated_gradients_ranks_wait_once_per_optimizer_step(accumulated: int) -> None:
+    """Batches without one are shorter on the ranks that wait; a rank may be late in all of them."""
+    steps = np.full(30, 1.1)
+    steps[accumulated - 1 :: accumulated] += accumulated * 0.5
+    found = few(5.0, 5.0, steps, accumulated)
+    assert "straggler" not in found.abstained
+    (first, *_) = found.verdicts
+    assert (first.code, first.rank, first.severity) == ("straggler", 1, "critical")
+
+
+@pytest.mark.parametrize(("accumulated", "long"), [(2, [13, 17]), (4, [15]), (15, [29])])
+def test_a_few_long_optimizer_steps_name_no_rank(accumulated: int, long: list[int]) -> None:
+    """It is late in some of them alone, or there are too few to tell."""
+    steps = np.full(30, 1.1)
+    steps[long] += 12.0 / len(long)
+    found = few(6.0, 6.0, steps, accumulated)
+    assert found.abstained["straggler"].startswith("2 reports after the warm-up")
 
 
 def test_ranks_that_wait_are_not_healthy_if_few_reports_do_not_tell_which_is_late() -> None:
@@ -231,6 +263,27 @@ def test_short_waits_and_a_single_pause_in_few_reports_are_healthy(
     steps = np.full(30, 1.1)
     steps[long] += 6.0
     assert few(late, 0.5, steps).verdicts[0].code == "healthy"
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_rank_that_is_no_longer_late_gains_nothing(start: int) -> None:
+    """Windows show it if enough of them follow. One that is less late than before is late."""
+
+    def verdicts(*seconds: float) -> list[Verdict]:
+        found = diagnose(Signals(windows=waiting(*seconds))).verdicts
+        return [each for each in found if each.code == "straggler"]
+
+    before = [0.1] * start
+    (found,) = verdicts(*before, 20.0, 20.0, 20.0, 20.0, 0.1, 0.1, 0.1, 0.1)
+    assert (found.rank, found.severity, found.predicted_speedup) == (1, "warning", 1.0)
+    assert f"in batches {10 * start} to {10 * start + 39}" in found.advice
+    assert "This is over" in found.advice
+    # It goes on until the end, has gone on until just now, comes again, or goes on in part.
+    for later in ([20.0] * 4, [0.1] * 2, [0.1, 0.1, 0.1, 20.0, 20.0, 20.0], [5.0] * 8):
+        (found,) = verdicts(*before, 20.0, 20.0, 20.0, 20.0, *later)
+        assert (found.rank, found.severity) == (1, "critical")
+        assert found.predicted_speedup > 1.2
+        assert "This is over" not in found.advice
 
 
 def turns(waits: str, category: str) -> Signals:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import LEAST, Impact
 from lightning_perf.diagnosis.signals import (
     EXCHANGES,
@@ -65,8 +66,10 @@ _PART = 0.05
 _HAS_VERDICT = 0.02
 #: The part of mutual waits that may be due to chance: no two batches take exactly as long.
 _CHANCE = 0.25
-#: The quantile of batches that is a usual one.
-_USUAL = 0.25
+#: The quantile of optimizer steps that is a usual one, and the fewest steps that tell.
+_USUAL, _FEWEST_STEPS = 0.25, 3
+#: A straggler of a part of the run is late by this many times what the others wait for it later.
+_PASSED = 3.0
 #: Seconds that a thread waits for a CPU that another program holds, at most: a time slice of Linux.
 _TIME_SLICE = 4e-3
 
@@ -403,7 +406,7 @@ def _reports(signals: Signals) -> int:
 def late_rank(signals: Signals, least: Lateness) -> tuple[Straggler | None, Numbers]:
     """What `waited_for` gives, also with few windows.
 
-    A rank is then named if it is late in all of them, and in most batches.
+    A rank is then named if it is late in all of them, and in most optimizer steps.
     """
     few = bool(signals.start) and _reports(signals) < least.fewest
     if few:
@@ -454,6 +457,22 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     if once:
         again = fewest(1)
     who = f"rank {late.rank}"
+    passed = None if late.chronic or once else _passed(signals, seconds, least.fewest)
+    if passed is not None:
+        begin, end, part = passed
+        each = part[begin:end].sum() / signals.counts[begin:end].sum()
+        first = signals.windows[0 if begin == signals.start else begin].first.batch
+        last = signals.windows[end - 1].last.batch - 1
+        yield Impact(
+            part, 1.0, who, late.phase, late.rank,
+            {"node": float(late.node), "first_batch": float(first), "last_batch": float(last)},
+            f"The other ranks waited {duration(each)} per batch for {who}, which was slow in "
+            f"{late.phase}, in batches {first} to {last}. This is over: the rest of the run gains "
+            "nothing. Look for other programs, heat and slow storage on its machine then.",
+            0.0, on_host=False, certain=again, inferred=True, highest="warning",
+            within={} if signals.on_device else by_category(signals, part, late.rank),
+        )  # fmt: skip
+        return
     evidence = {
         "waited_seconds": late.seconds,
         "node": float(late.node),
@@ -477,6 +496,23 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     )  # fmt: skip
 
 
+def _passed(signals: Signals, seconds: Numbers, fewest: int) -> tuple[int, int, Numbers] | None:
+    """The windows in which ranks waited for one that is no longer late, and how much longer.
+
+    They have a first one and an end. None if fewer windows than a number follow.
+    """
+    steady, counts = signals.steady(seconds), signals.steady(signals.counts)
+    slow = stats.slow(steady, counts, LEAST, _PASSED)
+    passed = None if slow is None else slow.passed(counts)
+    if passed is None:
+        return None
+    begin, end = int(passed[0][0]), int(passed[0][-1]) + 1
+    if np.count_nonzero(counts[end:]) < fewest:
+        return None
+    start = signals.start
+    return begin + start, end + start, np.append(signals.nothing[:start], passed[1])
+
+
 def _turns(signals: Signals, seconds: Numbers) -> tuple[str, dict[str, float | str], str]:
     """The phase, evidence and advice if ranks wait for one another, and none is named."""
     start = f"Ranks wait {duration(signals.per_batch(seconds))} per batch for one another, "
@@ -496,12 +532,22 @@ def _turns(signals: Signals, seconds: Numbers) -> tuple[str, dict[str, float | s
 
 
 def _is_usual(signals: Signals, seconds: Numbers) -> bool:
-    """Whether ranks wait in usual batches, and not mostly in a part that takes longer."""
-    steps = signals.within_epochs[signals.warm_steps :]
-    steps = steps[np.isfinite(steps)]
+    """Whether ranks wait in usual optimizer steps, and not mostly in a part that takes longer.
+
+    While gradients accumulate, they wait once per optimizer step, and not in each batch.
+    """
+    batches = signals.within_epochs[signals.warm_steps :]
+    last = np.flatnonzero(signals.by_batch("optimizer_step"))
+    if not len(last):  # unknown
+        last = np.arange(len(batches))
+    if len(last) < _FEWEST_STEPS:
+        return False
+    begins, batches = np.append(0, last[:-1] + 1), batches[: last[-1] + 1]
+    known = np.add.reduceat(np.isfinite(batches).astype(float), begins)
+    steps = np.add.reduceat(np.nan_to_num(batches), begins)[known > 0] / known[known > 0]
     if not len(steps):
         return False
-    longer = np.maximum(steps - np.quantile(steps, _USUAL), 0.0).sum()
+    longer = known[known > 0] @ np.maximum(steps - np.quantile(steps, _USUAL), 0.0)
     return bool(longer < signals.steady(seconds).sum() / 2)
 
 
