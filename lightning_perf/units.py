@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from math import floor, log10
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+#: Ranges of numbers in a text, at most, before a number of others.
+_MOST_RANGES = 10
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -91,6 +95,29 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def numbered(noun: str, numbers: Iterable[int]) -> str:
+    """A noun with the numbers that it has, in ranges; of very many ranges, the first ones.
+
+    Example:
+        >>> numbered("rank", [3]), numbered("rank", [5, 0, 1, 2])
+        ('rank 3', 'ranks 0 to 2 and 5')
+        >>> numbered("rank", range(0, 40, 2))
+        'ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 10 others'
+    """
+    ordered = sorted(numbers)
+    runs, left = list[str](), len(ordered)
+    for _, group in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0]):
+        run = [str(number) for _, number in group]
+        if len(runs) >= _MOST_RANGES:
+            runs.append(f"{left} others")
+            break
+        runs += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else run
+        left -= len(run)
+    *first, last = runs
+    joined = f"{', '.join(first)} and {last}" if first else last
+    return f"{noun}{'s' if len(ordered) > 1 else ''} {joined}"
 
 
 def rounded(values: Iterable[float], digits: int = 5) -> list[float]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self
 
 from lightning_perf.charts import Finding, Heading, Part
 from lightning_perf.errors import printable
+from lightning_perf.units import numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -225,14 +225,7 @@ def ranks_text(states: Sequence[RankState]) -> str:
         >>> ranks_text([RankState(rank) for rank in (0, 1, 2, 5)])
         'ranks 0 to 2 and 5'
     """
-    runs = list[str]()
-    for _, group in groupby(enumerate(sorted(each.rank for each in states)), lambda p: p[1] - p[0]):
-        numbers = [number for _, number in group]
-        ends = [str(numbers[0]), str(numbers[-1])]
-        runs += [" to ".join(ends)] if len(numbers) > 2 else map(str, numbers)
-    *first, last = runs
-    joined = f"{', '.join(first)} and {last}" if first else last
-    return f"rank{'s' if len(states) > 1 else ''} {joined}"
+    return numbered("rank", (each.rank for each in states))
 
 
 # -- views ----------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def cost_text(verdict: Verdict) -> str:
         'Plots.on_fit_start, 25% of the time, 1.33x faster without it'
     """
     parts = [_culprit(verdict.culprit)] if verdict.culprit else []
-    if verdict.rank is not None and verdict.culprit != f"rank {verdict.rank}":
+    if verdict.rank is not None and not (verdict.culprit or "").startswith("rank"):
         parts.append(f"rank {verdict.rank}")
     if verdict.share:
         least = float(verdict.evidence.get("lower_bound_share", verdict.share))

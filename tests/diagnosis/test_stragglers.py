@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_perf import Window, always_on
 from lightning_perf.core.progress import Timestamp
 from lightning_perf.diagnosis import LATENESS, Findings, Verdict, diagnose
+from lightning_perf.diagnosis.report import headline
 from lightning_perf.diagnosis.rules.ranks import Straggler, straggler_of, work_of
 from lightning_perf.diagnosis.signals import Loader, Setup, Signals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
@@ -457,6 +458,132 @@ def test_a_cost_of_one_rank_counts_as_far_as_the_others_wait_for_it() -> None:
     assert cost(alone, even, 10.5, on_train_batch_start=10.0)[0] == pytest.approx(10.0)
     hidden = {"callbacks": {0: 6.0}, "forward": {1: 10.0}}
     assert cost(hidden, even, on_train_batch_start=6.0)[0] < 1.0
+
+
+def batches_of(late: NDArray[np.float64], node: int = 0) -> Window:
+    """Ten batches in which each rank is late in forward by some seconds, and the first ones wait.
+
+    One row per batch, one column per rank.
+    """
+    waits = (late.max(axis=1, keepdims=True) - late).sum(axis=0)
+    own, waits = (dict(enumerate(each.tolist())) for each in (late.sum(axis=0), waits))
+    ranks = late.shape[1]
+    columns = {"waits/exchange": [0.0] * ranks}
+    return ranks_window(ranks, {"forward": own}, {"waits/backward": waits}, node, **columns)
+
+
+def six_windows(late: list[float], jitter: float) -> list[NDArray[np.float64]]:
+    """The seconds that each rank is late in ten batches of each window, in part by chance."""
+    chance = np.random.default_rng(7)
+    return [np.array(late) + chance.uniform(0, jitter, (10, len(late))) for _ in range(6)]
+
+
+def gain(late: NDArray[np.float64], ranks: tuple[int, ...]) -> float:
+    """The seconds per batch that training gains if some ranks are late no longer."""
+    rest = np.delete(late, ranks, axis=1)
+    return float((late.max(axis=1) - rest.max(axis=1)).mean())
+
+
+@pytest.mark.parametrize(
+    ("late", "ranks"),
+    [
+        ([0.0, 0.4], (1,)), ([0.0, 0.4, 0.0], (1,)), ([0.0, 0.4, 0.0, 0.0], (1,)),
+        # Those that are late by less hide a part of it.
+        ([0.0, 2.0, 1.4], (1,)), ([0.0, 2.0, 1.0], (1,)), ([0.5, 2.0, 0.7, 0.0, 0.6], (1,)),
+        # They are as late as others, or nearly.
+        ([0.0, 0.0, 1.2, 1.2], (2, 3)), ([0.0, 0.0, 1.0, 1.6], (2, 3)),
+        ([0.0, 0.9, 0.0, 1.2, 1.1, 0.0], (1, 3, 4)), ([0.0] * 6 + [1.2] * 2, (6, 7)),
+        ([0.0] * 63 + [1.2], (63,)), ([0.0] * 48 + [1.2] * 16, tuple(range(48, 64))),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("jitter", [0.0, 0.04])
+def test_late_ranks_are_named_for_what_repairing_them_gives(
+    late: list[float], ranks: tuple[int, ...], jitter: float
+) -> None:
+    """Of several that are late, all are named if they are about as late."""
+    each = six_windows(late, jitter)
+    found = find_straggler([batches_of(batches) for batches in each])
+    assert found is not None
+    assert (found.ranks, found.phase, found.chronic) == (ranks, "forward", True)
+    assert found.rank in ranks
+    truth = gain(np.concatenate(each), ranks)
+    assert found.seconds == pytest.approx(truth, rel=0.1 if jitter else 1e-9)
+    (verdict, *_) = diagnose(Signals([batches_of(batches) for batches in each])).verdicts
+    assert verdict.code == "straggler"
+    assert verdict.rank in ranks
+    assert verdict.share == pytest.approx(truth * 10 / (11 + 10 * max(late)), rel=0.1)
+
+
+@pytest.mark.parametrize("late", [[0.0, 2.0, 1.9], [0.0, 2.0, 2.0], [0.0, 1.0, 2.0, 2.1, 1.9]])
+def test_no_rank_is_named_if_most_are_as_late(late: list[float]) -> None:
+    """Repairing one of them gives nothing."""
+    windows = [batches_of(batches) for batches in six_windows(late, 0.04)]
+    found = diagnose(Signals(windows)).verdicts
+    (verdict,) = [each for each in found if each.code == "straggler"]
+    assert (verdict.rank, verdict.evidence["slow_in"]) == (None, "changing ranks")
+
+
+@pytest.mark.parametrize("other", [0.0, 0.4, 1.4])
+def test_ranks_that_are_late_by_turns_are_not_promised_to_gain_more_than_one(other: float) -> None:
+    """Rank 1 is late in five batches of ten, and rank 2 by less in the others."""
+    late = np.zeros((10, 3))
+    late[::2, 1], late[1::2, 2] = 2.0, other
+    found = find_straggler([batches_of(late)] * 6)
+    assert found is not None
+    assert found.ranks == (1,)
+    assert 0.6 < found.seconds <= gain(late, (1,)) + 1e-9
+    works = work_of(batches_of(late)).beside_others((1,))
+    assert works.waits.sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("late", "node", "text", "evidence"),
+    [
+        ([0.0, 0.0, 1.2, 1.2], 0, "for ranks 2 and 3, which are slow in forward. ", "2, 3"),
+        ([0.0, 0.0, 1.2, 1.2], 2, "for ranks 2 and 3, all of node 1, which are slow in", "2, 3"),
+        ([0.0, 1.2, 1.2, 0.0], 2, "for ranks 1 and 2, which are slow in forward. ", "1, 2"),
+        ([0.0, 0.0, 0.0, 1.2, 1.2, 1.2], 3, "for ranks 3 to 5, all of node 1, which", "3, 4, 5"),
+        ([0.0, 0.0, 0.0, 1.2], 2, "for rank 3, which is slow in forward. ", None),
+    ],
+)
+def test_a_slow_node_is_named_with_its_ranks(
+    late: list[float], node: int, text: str, evidence: str | None
+) -> None:
+    """All of a node's ranks, and no others."""
+    signals = Signals([batches_of(np.tile(late, (10, 1)), node)] * 6)
+    verdict = diagnose(signals).verdicts[0]
+    assert text in verdict.advice
+    assert verdict.evidence.get("ranks") == evidence
+    assert f" for {verdict.culprit}, " in verdict.advice
+    assert verdict.predicted_speedup == pytest.approx((11 + 12) / 11)
+    assert headline(verdict).count("rank") == 1
+
+
+def test_several_ranks_that_wait_for_their_workers_are_named_with_the_input() -> None:
+    """As one that waits for its workers."""
+    waits = dict.fromkeys((0, 1), 5.0)
+    own = {"dataloader_next": dict.fromkeys((2, 3), 5.0)}
+    signals = signals_of_ranks(own, waits, exchange={})
+    setup = Setup(world_size=4, cpus=8, loader=Loader(2))
+    found = diagnose(replace(signals, setup=setup)).verdicts[0]
+    assert found.code == "input-bound"
+    assert "wait for ranks 2 and 3; their workers may be as slow" in found.advice
+    assert found.share == pytest.approx((5 + 1) / 16)
+
+
+def test_callbacks_of_rank_0_hide_a_part_of_what_another_is_late() -> None:
+    """Rank 1's optimizer takes 20 s longer, rank 0's callback at the end of batches 14 s."""
+    own = {"callbacks": {0: 14.0}, "optimizer_step": {1: 20.0}}
+    waits = {"waits/start": {0: 6.0, 2: 20.0}, "waits/backward": dict.fromkeys(range(3), 0.5)}
+    windows = [ranks_window(3, own, waits, **{"waits/exchange": [0.5] * 3})] * 6
+    found = find_straggler(windows)
+    assert found is not None
+    assert (found.rank, found.ranks, found.seconds) == (1, (1,), pytest.approx(0.6))
+    action = Action("train", "callbacks", "Plots.on_train_batch_end")
+    signals = with_costs(Signals(windows), [{action: Cost(14.0, 10)}] * 6)
+    (verdict,) = [each for each in diagnose(signals).verdicts if each.share > 0.1]
+    assert (verdict.code, verdict.rank) == ("straggler", 1)
+    assert verdict.share * 31.5 == pytest.approx(6.0, rel=0.15)
 
 
 def test_the_same_by_the_clocks_of_gpus() -> None:

@@ -62,7 +62,7 @@ class Verdict:
     predicted_speedup: float = 0.0
     #: ``Class.hook``, ``Class.method`` or another name.
     culprit: str | None = None
-    #: The rank concerned, if it is one rank.
+    #: The rank concerned, of several the one that is the latest; None if it is no rank's own.
     rank: int | None = None
     #: The category of time, such as ``forward``.
     phase: str | None = None

@@ -117,12 +117,12 @@ def _of_all_ranks(
     late, others = late_rank(signals, lateness)
     if late is None or not behind_workers(signals, late, others):
         return waits, None, ""
-    within = {} if signals.on_device else by_category(signals, others, late.rank)
+    within = {} if signals.on_device else by_category(signals, others, late.ranks)
     if within:
         within["dataloader_next"] = within["dataloader_next"] + waits
     text = (
-        f" The other ranks wait for rank {late.rank}; their workers may be as slow, or not: follow "
-        "this on all ranks. If it gains nothing, compare the storage and the data of this rank."
+        f" The other ranks wait for {late.name}; their workers may be as slow, or not: follow this "
+        f"on all ranks. If it gains nothing, compare the storage and the data of {late.name}."
     )
     return waits + others, within, text
 

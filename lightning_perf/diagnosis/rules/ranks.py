@@ -22,7 +22,7 @@ from lightning_perf.diagnosis.signals import (
     shared_waits,
 )
 from lightning_perf.diagnosis.stats import equal, fewest
-from lightning_perf.units import counted, duration, rounded
+from lightning_perf.units import counted, duration, numbered, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -59,6 +59,8 @@ _RECENT = 10
 _MOST_RANKS = 512
 #: A rank that is late occasionally, or by little, is named if it explains this share of all waits.
 _MOST = 0.5
+#: Ranks count as late together from this part of the latest one's excess on.
+_AS_LATE = 0.5
 #: The share of the wall time from which on a rank's excess in a single phase counts where it has
 #: less in others: smaller ones are chance.
 _PART = 0.05
@@ -94,8 +96,9 @@ class Lateness:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that the others wait for."""
+    """A rank that the others wait for, or several that are about as late."""
 
+    #: The latest of them.
     rank: int
     node: int
     #: One of ``PHASES``.
@@ -106,6 +109,13 @@ class Straggler:
     seconds: float
     #: Whether it is the same in most windows; otherwise it was slow once or occasionally.
     chronic: bool
+    #: All of them, in ascending order.
+    ranks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The rank or ranks in words."""
+        return numbered("rank", self.ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,21 +140,38 @@ class Work:
         return late
 
     @cached_property
-    def latest(self) -> _Latest:
-        """The rank with the most own work, compared with the others."""
-        return self.beside_others(int(self.own.sum(axis=1).argmax()))
+    def late(self) -> Sequence[int]:
+        """The ranks with the most own work: at least half as late as the latest.
 
-    def beside_others(self, rank: int) -> _Latest:
-        """A rank compared with the others."""
+        At most half of all ranks are, because the others set what is usual.
+        """
+        totals = self.own.sum(axis=1)
+        excess = totals - np.sort(totals)[(len(totals) - 1) // 2]
+        late: list[int] = np.flatnonzero(excess > _AS_LATE * excess.max()).tolist()
+        return late
+
+    @cached_property
+    def latest(self) -> _Latest:
+        """These, compared with the others."""
+        return self.beside_others(self.late)
+
+    def beside_others(self, ranks: Sequence[int]) -> _Latest:
+        """Ranks compared with the others: of several, the one with the most own work.
+
+        What is gained without them is at most what each other rank waits: one that waits less than
+        the others is late as well.
+        """
         own, waits = self.own / self.batches, self.waits / self.batches
         totals, waited = own.sum(axis=1), waits.sum(axis=1)
-        others: Numbers = np.delete(waits, rank, axis=0)
+        rank = max(ranks, key=totals.__getitem__)
+        others: Numbers = np.delete(waits, ranks, axis=0)
+        waiting = np.delete(waited, ranks)
+        mean = others.mean(axis=0) - shared_waits(len(others) + 1) * waits[rank]
         return _Latest(
-            rank,
-            own[rank] - np.median(np.delete(own, rank, axis=0), axis=0),
-            float(totals[rank] - np.median(np.delete(totals, rank))),
-            others.mean(axis=0) - shared_waits(len(own)) * waits[rank],
-            float(np.median(np.delete(waited, rank)) - waited[rank]),
+            own[rank] - np.median(np.delete(own, ranks, axis=0), axis=0),
+            float(totals[rank] - np.median(np.delete(totals, ranks))),
+            np.minimum(mean, others.min(axis=0)),
+            float(min(np.median(waiting) - waited[rank], waiting.min())),
         )
 
     def __add__(self, other: Work) -> Work:
@@ -157,7 +184,6 @@ class Work:
 class _Latest(NamedTuple):
     """The latest rank, in seconds per batch."""
 
-    rank: int
     #: Own excess over the median of the others in each phase, and in all.
     phases: Numbers
     excess: float
@@ -234,17 +260,20 @@ def lateness_table(windows: Sequence[Window]) -> dict[str, Any]:
 def _common(
     works: Sequence[Work], chronic: bool, share: float, least: Lateness
 ) -> Straggler | None:
-    """The rank that is latest in most windows, if the others typically wait for it."""
-    late = [work for work in works if work.latest.excess >= least.enough(work.wall / work.batches)]
-    ranks = Counter(work.latest.rank for work in late)
-    rank = max(ranks, key=ranks.__getitem__, default=-1)
-    if ranks[rank] < least.chronic * len(works):
+    """The ranks that are the late ones in most windows, if the others typically wait for them."""
+    late = [
+        work
+        for work in works
+        if work.late and work.latest.excess >= least.enough(work.wall / work.batches)
+    ]
+    counts = Counter(rank for work in late for rank in work.late)
+    ranks = sorted(rank for rank, count in counts.items() if count >= least.chronic * len(works))
+    if not ranks:
         return None
-    late = [work for work in late if work.latest.rank == rank]
+    late = [work for work in late if not {*ranks}.isdisjoint(work.late)]
     wall = float(np.median([work.wall / work.batches for work in late]))
-    medians = (
-        np.median(each, axis=0) for each in zip(*(work.latest for work in late), strict=True)
-    )
+    each = (work.latest if work.late == ranks else work.beside_others(ranks) for work in late)
+    medians = (np.median(values, axis=0) for values in zip(*each, strict=True))
     usual = _Latest._make(medians)
     # Whether it is named depends on its whole batch: single parts vary more by chance.
     windows, waited = len(late) / len(works), min(usual.excess, usual.waiting)
@@ -253,6 +282,8 @@ def _common(
     if usual.excess < least.explained * usual.waiting:
         return None
     seconds = _seconds(usual, wall)
+    totals = np.median([work.own.sum(axis=1) / work.batches for work in late], axis=0)
+    rank = max(ranks, key=totals.__getitem__)
     return Straggler(
         rank,
         int(late[0].nodes[rank]),
@@ -260,6 +291,7 @@ def _common(
         float(windows * seconds / wall),
         float(windows * seconds),
         chronic,
+        tuple(ranks),
     )
 
 
@@ -319,7 +351,7 @@ def waited_for(signals: Signals, least: Lateness) -> tuple[Straggler | None, Num
     if named:
         # They have verdicts of their own: another rank may be late elsewhere.
         other, others = _late_in(signals, _without_costs(signals, works, named), least)
-        if other is not None or (late is not None and late.rank == windows[0].rank):
+        if other is not None or (late is not None and windows[0].rank in late.ranks):
             late, seconds = other, others
     return (None, mutual) if late is None else (late, seconds)
 
@@ -335,9 +367,9 @@ def _late_in(
     mutual = signals.nothing
     for number, work in works.items():
         mutual[number] = work.waits.sum(axis=1).mean()
-        found = _seconds(work.beside_others(late.rank), work.wall / work.batches)
+        found = _seconds(work.beside_others(late.ranks), work.wall / work.batches)
         seconds[number] = work.batches * max(found, 0.0)
-    explained = (1 - 1 / len(steady[0].own)) * late.share
+    explained = (1 - len(late.ranks) / len(steady[0].own)) * late.share
     known = late.chronic and late.share >= least.once
     if not known and explained < _MOST * signals.share(mutual):
         return None, signals.nothing
@@ -456,43 +488,35 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     again = max(1 - taken, min(certain, fewest(equal(signals.steady(seconds)))))
     if once:
         again = fewest(1)
-    who = f"rank {late.rank}"
     passed = None if late.chronic or once else _passed(signals, seconds, least.fewest)
     if passed is not None:
-        begin, end, part = passed
-        each = part[begin:end].sum() / signals.counts[begin:end].sum()
-        first = signals.windows[0 if begin == signals.start else begin].first.batch
-        last = signals.windows[end - 1].last.batch - 1
-        yield Impact(
-            part, 1.0, who, late.phase, late.rank,
-            {"node": float(late.node), "first_batch": float(first), "last_batch": float(last)},
-            f"The other ranks waited {duration(each)} per batch for {who}, which was slow in "
-            f"{late.phase}, in batches {first} to {last}. This is over: the rest of the run gains "
-            "nothing. Look for other programs, heat and slow storage on its machine then.",
-            0.0, on_host=False, certain=again, inferred=True, highest="warning",
-            within={} if signals.on_device else by_category(signals, part, late.rank),
-        )  # fmt: skip
+        yield _over(signals, late, *passed, again)
         return
+    who, several = late.name, len(late.ranks) > 1
+    which, its = ("which are", "their") if several else ("which is", "its")
     evidence = {
         "waited_seconds": late.seconds,
         "node": float(late.node),
         "slow_in": "most windows" if late.chronic else "one place" if once else "some windows",
     }
+    if several:
+        evidence["ranks"] = ", ".join(map(str, late.ranks))
+    node = f", all of node {late.node}" if _is_node(signals, late) else ""
     advice = (
-        f"The other ranks wait {duration(late.seconds)} per batch for {who}, which is slow in "
-        f"{late.phase}. Compare its machine, its share of the data and its callbacks with those "
-        "of the others."
+        f"The other ranks wait {duration(late.seconds)} per batch for {who}{node}, {which} slow in "
+        f"{late.phase}. Compare {its} machine, {its} share of the data and {its} callbacks with "
+        "those of the others."
     )
     if once and not late.chronic:
         longest = duration(float(signals.steady(seconds).max()))
         advice = (
-            f"The other ranks waited {longest} for {who} once, in {late.phase}. Look for other "
-            "programs and slow storage on its machine."
+            f"The other ranks waited {longest} for {who}{node} once, in {late.phase}. Look for "
+            f"other programs and slow storage on {its} machine."
         )
     yield Impact(
         seconds, 1.0, who, late.phase, late.rank, evidence, advice, on_host=False,
         certain=certain if few else 1.0 if late.chronic else again, inferred=True,
-        within={} if signals.on_device else by_category(signals, seconds, late.rank),
+        within={} if signals.on_device else by_category(signals, seconds, late.ranks),
     )  # fmt: skip
 
 
@@ -511,6 +535,32 @@ def _passed(signals: Signals, seconds: Numbers, fewest: int) -> tuple[int, int, 
         return None
     start = signals.start
     return begin + start, end + start, np.append(signals.nothing[:start], passed[1])
+
+
+def _over(
+    signals: Signals, late: Straggler, begin: int, end: int, seconds: Numbers, certain: float
+) -> Impact:
+    """Ranks waited for one in a stretch of windows, which is over."""
+    each = seconds[begin:end].sum() / signals.counts[begin:end].sum()
+    first = signals.windows[0 if begin == signals.start else begin].first.batch
+    last = signals.windows[end - 1].last.batch - 1
+    was, its = ("were", "their") if len(late.ranks) > 1 else ("was", "its")
+    return Impact(
+        seconds, 1.0, late.name, late.phase, late.rank,
+        {"node": float(late.node), "first_batch": float(first), "last_batch": float(last)},
+        f"The other ranks waited {duration(each)} per batch for {late.name}, which {was} slow in "
+        f"{late.phase}, in batches {first} to {last}. This is over: the rest of the run gains "
+        f"nothing. Look for other programs, heat and slow storage on {its} machine then.",
+        0.0, on_host=False, certain=certain, inferred=True, highest="warning",
+        within={} if signals.on_device else by_category(signals, seconds, late.ranks),
+    )  # fmt: skip
+
+
+def _is_node(signals: Signals, late: Straggler) -> bool:
+    """Whether several late ranks are all of one node, of several."""
+    nodes = signals.windows[0]["waits/node_rank"]
+    there: list[int] = np.flatnonzero(nodes == late.node).tolist()
+    return len(nodes) > len(there) > 1 and there == [*late.ranks]
 
 
 def _turns(signals: Signals, seconds: Numbers) -> tuple[str, dict[str, float | str], str]:
@@ -569,13 +619,15 @@ def _is_one_event(signals: Signals, seconds: Numbers) -> bool:
     return bool((part[windows] * places).max() > seconds.sum() / 2)
 
 
-def by_category(signals: Signals, seconds: Numbers, rank: int) -> dict[str, Numbers]:
-    """Seconds that ranks lose by a late one, by category: its own work, and the others' waits."""
+def by_category(signals: Signals, seconds: Numbers, ranks: Sequence[int]) -> dict[str, Numbers]:
+    """Seconds that ranks lose by late ones, by category: own work of these, and others' waits."""
     own = {
-        name: np.maximum(work[:, rank] - np.median(np.delete(work, rank, axis=1), axis=1), 0.0)
+        name: np.maximum(
+            work[:, ranks].mean(axis=1) - np.median(np.delete(work, ranks, axis=1), axis=1), 0.0
+        )
         for name, work in signals.work.items()
     }
-    part = seconds / signals.windows[0].world_size
+    part = seconds * len(ranks) / signals.windows[0].world_size
     # It may have spent more only at the point where the others wait, and not in all.
     ratio = np.minimum(part / np.maximum(sum(own.values(), signals.nothing), 1e-12), 1.0)
     within = {name: ratio * each for name, each in own.items()}
