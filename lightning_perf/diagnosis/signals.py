@@ -80,6 +80,8 @@ _DEVICE_BATCHES = "timings/device/batches"
 FULL = 90.0
 #: Actions that occur in fewer than this share of batches are rare: not in each of them.
 _RARE = 0.9
+#: An action has a category to itself if all in it takes as long but for this part.
+_ALONE = 0.2
 #: Steps of the optimizer per stall, up to which the steps are the stalls.
 _STEPS_PER_STALL = 2
 #: The number of batches among which a stall is far longer than most.
@@ -385,9 +387,8 @@ class Signals:
         """
         within, parts = self.within(rows), self._waited_parts
         for row in rows:
-            if parts and row.category in self._beyond_others:
-                part = parts[follows_gradients(row)]
-                hidden = (1 - part) * self._beyond_others[row.category] * self.actions[row].seconds
+            if row in parts:
+                hidden = (1 - parts[row]) * self._excess(row)
                 within[row.category] = within[row.category] - hidden
         return within
 
@@ -400,18 +401,18 @@ class Signals:
         }
 
     @cached_property
-    def _waited_parts(self) -> tuple[Numbers, Numbers] | None:
-        """The part of this that others wait for in each window: of early costs, and of late ones.
+    def _waited_parts(self) -> dict[Action, Numbers]:
+        """The part of this that others wait for in each window, by action.
 
         Late ones follow the exchange of gradients. All share what others wait: no second is in two.
-        None if ranks do not wait both for gradients and at the start of batches.
+        Empty if ranks do not wait both for gradients and at the start of batches.
         """
         waits = {
             name: np.array([window[column] for window in self.windows])
             for name, (column, _) in (_WAITS if self.mutual and not self.on_device else {}).items()
         }
         if not all(name in waits and waits[name].any() for name in ("other", "backward")):
-            return None
+            return {}
         rank, ranks = self.windows[0].rank, self.windows[0].world_size
         beyond = {
             name: np.maximum(each - [[window.least(_WAITS[name][1])] for window in self.windows], 0)
@@ -427,15 +428,69 @@ class Signals:
         works = [self.work[name] for name in self._beyond_others]
         more = np.sum([each - each.min(axis=1, keepdims=True) for each in works], axis=0)
         others = np.delete(more, rank, axis=1)
-        late = [r for r in self.rows(*self._beyond_others) if follows_gradients(r)]
-        excess = sum(
-            (self._beyond_others[n] * e for n, e in self.within(late).items()), self.nothing
-        )
-        every = more[:, rank]
+        rows = self.rows(*self._beyond_others)
+        late = [row for row in rows if follows_gradients(row)]
+        early = [row for row in rows if not follows_gradients(row)]
+        every, excess = more[:, rank], sum(map(self._excess, late), self.nothing)
         found = every * self._part(every, others + sum(longer.values()))
         last = np.minimum(excess * self._part(excess, others + longer["other"]), found)
-        early = (found - last) / np.maximum(every - excess, 1e-12)
-        return np.clip(early, 0.0, 1.0), last / np.maximum(excess, 1e-12)
+        parts = self._parts(late, excess, last, beyond["other"], others)
+        waited = sum((parts[row] * self._excess(row) for row in late), self.nothing)
+        waits, left = np.sum([*beyond.values()], axis=0), others - waited[:, None]
+        return parts | self._parts(early, every - excess, found - last, waits, left)
+
+    def _excess(self, row: Action) -> Numbers:
+        """Seconds of an action in each window that not all ranks have."""
+        return self._beyond_others[row.category] * self.actions[row].seconds
+
+    def _parts(
+        self, rows: Sequence[Action], excess: Numbers, found: Numbers, waits: Numbers, more: Numbers
+    ) -> dict[Action, Numbers]:
+        """The part of the excess of each action that others wait for, as they do for ``found``.
+
+        Another rank that is late hides an action in the batches in which it occurs: as much in each
+        as this rank waits in each of the rest. Ranks wait ``waits``, and others have ``more`` work.
+        """
+        rank, part = self.windows[0].rank, np.clip(found / np.maximum(excess, 1e-12), 0.0, 1.0)
+        rare, rest = {}, {}
+        for row in rows:
+            own, often = self._excess(row), self._often(row)
+            hidden = waits[:, rank] * often / np.maximum(1 - often, 1e-12)
+            rare[row] = np.where(often < _RARE, np.maximum(own - hidden, part * own), 0.0)
+            rest[row] = np.where(often < _RARE, 0.0, part * own)
+        first, second = (sum(each.values(), self.nothing) for each in (rare, rest))
+        limit = np.maximum(more + np.delete(waits, rank, axis=1), 0.0)
+        most = np.maximum((first + second) * self._part(first + second, limit), found)
+        of_rare = np.minimum(most / np.maximum(first, 1e-12), 1.0)
+        of_rest = np.clip((most - first) / np.maximum(second, 1e-12), 0.0, 1.0)
+        return {
+            row: (of_rare * rare[row] + of_rest * rest[row]) / np.maximum(self._excess(row), 1e-12)
+            for row in rows
+        }
+
+    def _often(self, row: Action) -> Numbers:
+        """The part of the batches of each window in which an action takes its time."""
+        seconds, calls = self.actions[row]
+        total, batches = self._working[row.category]
+        # A hook of each batch may work in few of them.
+        alone = np.abs(total - seconds) <= _ALONE * seconds
+        calls = np.where(alone, np.minimum(calls, batches), calls)
+        often: Numbers = np.minimum(calls / np.maximum(self.counts, 1.0), 1.0)
+        return often
+
+    @cached_property
+    def _working(self) -> dict[str, tuple[Numbers, Numbers]]:
+        """Seconds of these categories in the batches of each window, and in how many, if equal."""
+        windows = self.windows_of(np.arange(len(self.phases) + 1))
+        working = {}
+        for name in self._beyond_others:
+            values = np.append(self.phases[:, CATEGORIES.index(name)], self.after_last(name))
+            total, squares = (
+                np.bincount(windows, each, len(self.windows)).astype(float)
+                for each in (values, values**2)
+            )
+            working[name] = total, total**2 / np.maximum(squares, 1e-24)
+        return working
 
     def _part(self, excess: Numbers, others: Numbers) -> Numbers:
         """The part of an excess within what each other rank waits or does meanwhile."""
@@ -647,9 +702,14 @@ class Signals:
         return float(self.actions[row].seconds.sum())
 
     def rows(self, *categories: str) -> list[Action]:
-        """Named actions of some categories, outside of validation."""
-        apart = (*_APART, "validate")
-        return [r for r in self.actions if r.category in categories and r.stage not in apart]
+        """Named actions of some categories, without those that are part of validation."""
+        return [
+            row
+            for row in self.actions
+            if row.category in categories
+            and row.category_in("train") == row.category
+            and row.stage not in _APART
+        ]
 
     def slowest(self, rows: Sequence[Action]) -> Action | None:
         """The action that cost most after the warm-up; None if none of them cost anything."""

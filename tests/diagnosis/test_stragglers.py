@@ -586,6 +586,82 @@ def test_callbacks_of_rank_0_hide_a_part_of_what_another_is_late() -> None:
     assert verdict.share * 31.5 == pytest.approx(6.0, rel=0.15)
 
 
+def late_optimizer(action: Action, calls: int, seconds: float, batches: int = 1) -> Signals:
+    """Rank 1 of three is 1 s late in each of ten batches, and rank 0 has a cost in some of them.
+
+    Where that takes longer, rank 1 waits for it, and otherwise rank 0 and rank 2 for rank 1.
+    """
+    each = seconds / batches
+    apart, longer = 10.0 - batches, batches * max(each - 1.0, 0.0)
+    shorter = batches * max(1.0 - each, 0.0)
+    waits = {
+        "waits/start": {0: apart + shorter, 1: longer, 2: apart + batches * max(each, 1.0)},
+        "waits/backward": dict.fromkeys(range(3), 0.5),
+    }
+    own = {"optimizer_step": {1: 10.0}}
+    columns = {f"timings/{action.category}": [seconds, 0.0, 0.0], "waits/exchange": [0.5] * 3}
+    window = ranks_window(3, own, waits, **columns)
+    phases = np.zeros((60, len(CATEGORIES)))
+    phases[:, CATEGORIES.index("forward")] = 1.0
+    for first in range(batches):
+        phases[first::10, CATEGORIES.index(action.category)] = each
+    signals = Signals([window] * 6, steps=phases.sum(axis=1), phases=phases)
+    return with_costs(signals, [{action: Cost(seconds, calls)}] * 6)
+
+
+@pytest.mark.parametrize(
+    ("code", "action", "calls"),
+    [
+        ("checkpoint-bound", Action("train", "checkpoint", "checkpoint writing (K.save)"), 1),
+        ("checkpoint-bound", Action("validate", "checkpoint", "checkpoint writing (K.save)"), 1),
+        ("logger-bound", Action("train", "logging", "Logger.log_metrics"), 1),
+        # A hook that works in one of its calls.
+        ("callback-bound", Action("train", "callbacks", "Plots.on_train_batch_end"), 10),
+    ],
+)
+def test_a_rare_cost_is_hidden_by_a_late_rank_only_in_its_batches(
+    code: str, action: Action, calls: int
+) -> None:
+    """In the other batches there is no such cost to hide."""
+    signals = late_optimizer(action, calls, 20.0)
+    verdicts = diagnose(signals).verdicts
+    wall = float(signals.wall[0])
+    found = {(each.code, each.rank): each.share * wall for each in verdicts}
+    assert found[code, None] == pytest.approx(19.0)
+    assert found["straggler", 1] == pytest.approx(9.5, abs=0.6)
+    assert sum(found.values()) <= 30.0
+
+
+@pytest.mark.parametrize(("seconds", "counts"), [(6.0, 0.0), (20.0, 10.0)])
+def test_a_cost_of_each_batch_is_hidden_by_a_late_rank_in_all(
+    seconds: float, counts: float
+) -> None:
+    """What it takes longer than the other rank's delay counts."""
+    action = Action("train", "callbacks", "Plots.on_train_batch_end")
+    signals = late_optimizer(action, 10, seconds, batches=10)
+    found = [v.share for v in diagnose(signals).verdicts if v.code == "callback-bound"]
+    assert sum(found) * signals.wall[0] == pytest.approx(counts)
+
+
+@pytest.mark.parametrize("phase", ["backward", "reduce_metrics"])
+def test_what_ranks_wait_for_a_checkpoint_is_in_no_other_verdict(phase: str) -> None:
+    """Neither in its seconds nor in its words: ranks wait for it, and by turns for one another."""
+    metrics = 7.5 * (phase == "reduce_metrics")  # one rank does not wait in them
+    gradients = dict.fromkeys(range(3), 0.5 if metrics else 5.5)
+    waits = {"waits/start": {1: 20.0, 2: 20.0}, "waits/backward": gradients}
+    columns = {"timings/checkpoint": [20.0, 0.0, 0.0], "waits/exchange": [0.5] * 3}
+    own = {"reduce_metrics": {0: metrics, 1: 0.0, 2: metrics}}
+    window = ranks_window(3, own, waits, **columns)
+    action = Action("train", "checkpoint", "checkpoint writing (K.save)")
+    signals = with_costs(Signals([window] * 6), [{action: Cost(20.0, 1)}] * 6)
+    found = {each.code: each for each in diagnose(signals).verdicts}
+    assert found["checkpoint-bound"].share * signals.wall[0] == pytest.approx(20.0)
+    late = found["straggler"]
+    assert late.share * signals.wall[0] == pytest.approx(5.0)
+    assert (late.rank, late.phase) == (None, phase)
+    assert not re.search(r"\d", late.advice)
+
+
 def test_the_same_by_the_clocks_of_gpus() -> None:
     """Rank 1 loads longer, and rank 0 logs longer at the end of a batch."""
     window = on_gpu({"exposed_input": 5.0}, {"dataloader_next": 5.0})

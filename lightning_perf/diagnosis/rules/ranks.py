@@ -459,6 +459,10 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
     if few and not signals.start:
         raise Unknown(too_few)
     late, seconds = late_rank(signals, least)
+    if late is None and not signals.on_device:
+        # What ranks wait for named costs of this one is in their verdicts.
+        named = signals.lost(signals.delaying(_named_costs(signals)))
+        seconds = np.maximum(seconds - named[WAITS], 0.0)
     # With other programs on the CPUs, any rank is late occasionally: by a time slice, and by what
     # it waits for a CPU.
     taken, queue = _taken(signals), signals.per_batch(signals.waiting)
@@ -469,8 +473,8 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
         within = {} if signals.on_device else {WAITS: seconds}
         if few:
             advice = (
-                f"Ranks wait {duration(wait)} per batch for one another. {too_few}: a smaller "
-                "log_every_n_steps tells whether it is for one rank."
+                f"Ranks wait for one another. {too_few}: a smaller log_every_n_steps tells whether "
+                "it is for one rank."
             )
             yield Impact(
                 seconds, phase=phase, advice=advice, on_host=False, highest="info", within=within,
@@ -565,7 +569,7 @@ def _is_node(signals: Signals, late: Straggler) -> bool:
 
 def _turns(signals: Signals, seconds: Numbers) -> tuple[str, dict[str, float | str], str]:
     """The phase, evidence and advice if ranks wait for one another, and none is named."""
-    start = f"Ranks wait {duration(signals.per_batch(seconds))} per batch for one another, "
+    start = "Ranks wait for one another, "  # how long is in the verdict, which may get less
     metrics = signals.mutual.get("reduce_metrics", signals.nothing)
     if metrics.sum() > seconds.sum() / 2:  # a metric's own work is not told from waiting
         advice = (
