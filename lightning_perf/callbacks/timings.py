@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_perf.core.window import Window
 from lightning_perf.diagnosis import LATENESS
-from lightning_perf.diagnosis.rules.ranks import RecentWork, Straggler, lateness_table
+from lightning_perf.diagnosis.rules.lateness import RecentWork, Straggler, lateness_table
 from lightning_perf.run.window_callback import WindowCallback
 from lightning_perf.run.window_log import TIMES, WindowLog
 from lightning_perf.schedule import Schedule

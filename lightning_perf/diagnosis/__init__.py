@@ -26,6 +26,7 @@ from lightning_perf.diagnosis.rules import (
     ranks,
     steps,
 )
+from lightning_perf.diagnosis.rules.lateness import Lateness
 from lightning_perf.diagnosis.signals import COMPUTE, Signals, Unknown
 from lightning_perf.errors import ConfigError, describe
 from lightning_perf.units import counted, duration
@@ -49,7 +50,7 @@ __all__ = [
 ]
 
 #: When a rank is a straggler, also in `Timings`.
-LATENESS = ranks.Lateness(chronic=0.7, fewest=3, share=0.05, once=0.10, explained=0.8)
+LATENESS = Lateness(chronic=0.7, fewest=3, share=0.05, once=0.10, explained=0.8)
 _GROWTH = machine.Growth(100e6, share=0.10, soon=3600.0, continues=0.4, samples=6)
 _WORKERS = loading.Workers(busy=60.0, per_cpu=4, first=0.02, more=0.10, contested=0.17, named=20.0)
 _input_bound = partial(loading.input_bound, least=_WORKERS, lateness=LATENESS)

@@ -24,7 +24,7 @@ from lightning_perf import Window, always_on
 from lightning_perf.core.progress import Timestamp
 from lightning_perf.diagnosis import LATENESS, Findings, Verdict, diagnose
 from lightning_perf.diagnosis.report import headline
-from lightning_perf.diagnosis.rules.ranks import Straggler, straggler_of, work_of
+from lightning_perf.diagnosis.rules.lateness import Straggler, straggler_of, work_of
 from lightning_perf.diagnosis.signals import Loader, Setup, Signals
 from lightning_perf.timing.totals import CATEGORIES, Action, Cost
 

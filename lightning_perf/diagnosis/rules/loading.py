@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from lightning_perf.diagnosis.rules.ranks import Lateness
+    from lightning_perf.diagnosis.rules.lateness import Lateness
     from lightning_perf.diagnosis.signals import Loader, Setup, Signals
     from lightning_perf.diagnosis.stats import Numbers
 

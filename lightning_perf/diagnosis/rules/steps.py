@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_perf.diagnosis import stats
 from lightning_perf.diagnosis.rules import LEAST, Impact, Verdict, called, stretch_of, without_none
-from lightning_perf.diagnosis.rules.ranks import Lateness, waited_for
+from lightning_perf.diagnosis.rules.ranks import waited_for
 from lightning_perf.diagnosis.signals import (
     BEFORE,
     COMPILE,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from lightning_perf.diagnosis.rules.lateness import Lateness
     from lightning_perf.diagnosis.stats import Numbers
 
 #: A few stalls count from these mean seconds on; how certain it is that they come again.
