@@ -42,16 +42,19 @@ _BEGINS, _ENDS = b"stacks:\n", b"end of stacks\n"
 _COMPLETE = re.compile(_BEGINS + b"(.+?)" + _ENDS, re.DOTALL)
 #: Bytes of stacks that are read at most.
 _MOST_BYTES = 1 << 20
+#: The file whose code starts data loader workers, and how many calls it is from their fork.
+_LOADER, _CALLS = "/torch/utils/data/dataloader.py", 8
 #: The kernel's number for "send the signal to one thread".
 _SIGEV_THREAD_ID = 4
 
 
 class Stacks:
-    """Writes the stacks of this process, and of the children that it forks, when requested.
+    """Writes the stacks of this process, and of its data loader workers, when requested.
 
     On Linux, a thread of each of these processes takes three real-time signals that nobody uses, so
-    that they interrupt no system call of other threads, and end with it when a child executes
-    another program. The stacks go into a file in memory, whose name has signals and thread.
+    that they interrupt no system call of other threads. The stacks go into a file in memory, whose
+    name has signals and thread. Other children have no such thread: it would be the last one of a
+    child that ends with the thread that has forked it, and a child may need to have only one.
 
     1. The thread writes the stacks once it has the GIL.
     2. The main thread does before its next line of Python: some give up the GIL so often, and for
@@ -93,25 +96,36 @@ class Stacks:
         self._thread.start()
         return ready
 
-    def begin_in_child(self) -> None:
+    def begin_in_worker(self) -> None:
         """Go on in a forked child, on its main thread: it has only that, and the parent's file."""
-        inherited, self._file, self._timer = self._file, -1, None
-        if inherited >= 0:
-            os.close(inherited)
+        self._timer = None
+        if self._has_file():
+            os.close(self._file)
+            self._file = -1
             signal.signal(self.numbers[1], self._write)
             self._begin()
+
+    def _has_file(self) -> bool:
+        """Whether the file is open: a forked child may have closed it, and opened another one."""
+        try:
+            return self._file >= 0 and os.path.samestat(os.fstat(self._file), self._is)
+        except OSError:
+            return False
 
     def _answer(self, ready: threading.Event) -> None:
         """Write the stacks each time that another process requests them, until `close`."""
         import fcntl  # not on Windows
 
         sys.setprofile(None)  # as in `Worker`
-        first = self.numbers[0]
-        signal.pthread_sigmask(signal.SIG_BLOCK, {first})  # `sigwait` takes it
+        first, *others = self.numbers
+        faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+        # `sigwait` takes the first one; what the user has blocked elsewhere is not for this thread.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults - {*others})
         with suppress(OSError):  # a sandbox
             names = ":".join(map(str, (*self.numbers, threading.get_native_id())))
             self._file = os.memfd_create(f"lightning_perf:stacks:{names}")
             fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # also once `arm` has emptied it
+            self._is = os.fstat(self._file)
             self._handle_again()
         ready.set()
         while not self._ends:
@@ -123,7 +137,7 @@ class Stacks:
     def _write(self, *_: object) -> None:
         """Write the stacks while no other thread runs Python."""
         self._written += 1
-        with suppress(OSError, ValueError):  # a forked child has closed all files
+        with suppress(OSError, ValueError):  # there is no file any more
             own = os.memfd_create("lightning_perf")
             try:
                 faulthandler.dump_traceback(own, all_threads=True)
@@ -195,7 +209,7 @@ class Stacks:
             self._thread = None
         if self._file >= 0:
             faulthandler.unregister(self.numbers[2])
-            with suppress(OSError):  # a forked child has closed all files
+            if self._has_file():
                 os.close(self._file)
             self._file = -1
         _OPEN.discard(self)
@@ -206,15 +220,22 @@ class Stacks:
             self.numbers = ()
 
 
-#: Those that a forked child goes on with.
+#: Those that a data loader worker goes on with.
 _OPEN = weakref.WeakSet[Stacks]()
 
 
 def _after_fork() -> None:
-    """In a child, the thread that has forked it is the main thread."""
-    for each in list(_OPEN):
-        with suppress(Exception):  # it has ended
-            each.begin_in_child()
+    """In a data loader worker, the thread that has forked it is the main thread."""
+    frame = sys._getframe() if _OPEN else None
+    for _ in range(_CALLS):
+        if frame is None or frame.f_back is None:
+            return
+        caller = frame.f_back.f_code.co_filename
+        if frame.f_code.co_name == "start" and caller.endswith(_LOADER):
+            for each in list(_OPEN):
+                with suppress(Exception):  # it has ended
+                    each.begin_in_worker()
+        frame = frame.f_back
 
 
 if hasattr(os, "register_at_fork"):

@@ -1570,6 +1570,40 @@ def test_programs_that_a_training_is_starting_are_not_signalled(tmp_path: Path) 
         assert process.exitcode == 0
 
 
+def test_only_data_loader_workers_have_a_thread_of_ours(tmp_path: Path) -> None:
+    """Other children end with the thread that has forked them, and keep their files."""
+    threads = dict[str, int]()
+
+    def count(*_: Any) -> int:
+        return len(list((PROC / "self/task").iterdir()))
+
+    def child() -> int:
+        if pid := os.fork():
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os._exit(count())
+
+    class Counts(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.tensor([count(), child()])
+
+    class Forks(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            threads["worker"], threads["child of a worker"] = batch[0].tolist()
+            threads["child"] = child()
+
+    class Uses(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(torch.ones(4, WIDTH)).mean()
+
+    loader = DataLoader(Counts(), 4, num_workers=1)
+    trainer(tmp_path, Hang(), Forks(), max_epochs=1).fit(Uses(), loader)
+    assert threads.pop("worker") >= 2  # that of its queue may have begun
+    assert threads == {"child of a worker": 1, "child": 1}
+
+
 @pytest.mark.slow
 def test_no_call_of_c_in_a_worker_is_interrupted_by_its_report(tmp_path: Path) -> None:
     """Not all code calls again what a signal has interrupted."""
