@@ -166,10 +166,8 @@ class Stacks:
         number = self.numbers[2]
         if signal.getsignal(number) not in (_ignore, signal.SIG_DFL, None):
             return  # the user's
-        signal.pthread_sigmask(signal.SIG_BLOCK, {number})  # it would have no handler
         faulthandler.unregister(number)
         faulthandler.register(number, file=self._file, all_threads=True)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
 
     def late(self) -> str:
         """What was written since `arm`, such as because it was not called in time; may be empty."""
