@@ -662,6 +662,26 @@ def test_what_ranks_wait_for_a_checkpoint_is_in_no_other_verdict(phase: str) -> 
     assert not re.search(r"\d", late.advice)
 
 
+@pytest.mark.parametrize(
+    ("code", "category", "name"),
+    [
+        ("checkpoint-bound", "checkpoint", "checkpoint writing (K.save)"),
+        ("logger-bound", "logging", "Logger.log_metrics"),
+        ("callback-bound", "callbacks", "Plots.on_train_batch_end"),
+    ],
+)
+def test_a_late_rank_0_is_late_besides_its_rare_costs(code: str, category: str, name: str) -> None:
+    """None of the seconds in which the others wait for its forward are those of the cost."""
+    waits = {"waits/start": {1: 20.0}, "waits/backward": {0: 0.5, 1: 10.5}}
+    columns = {f"timings/{category}": [20.0, 0.0], "waits/exchange": [0.5] * 2}
+    window = ranks_window(2, {"forward": {0: 10.0}}, waits, **columns)
+    costs = {Action("train", category, name): Cost(20.0, 1)}
+    signals = with_costs(Signals([window] * 6), [costs] * 6)
+    found = {each.code: each.share * signals.wall[0] for each in diagnose(signals).verdicts}
+    assert found[code] == pytest.approx(20.0)
+    assert found["straggler"] == pytest.approx(10.0)
+
+
 def test_the_same_by_the_clocks_of_gpus() -> None:
     """Rank 1 loads longer, and rank 0 logs longer at the end of a batch."""
     window = on_gpu({"exposed_input": 5.0}, {"dataloader_next": 5.0})

@@ -362,6 +362,9 @@ def by_category(signals: Signals, seconds: Numbers, ranks: Sequence[int]) -> dic
         )
         for name, work in signals.work.items()
     }
+    if signals.windows[0].rank in ranks:  # its callbacks may have verdicts of their own
+        for name, each in signals.delaying(_named_costs(signals)).items():
+            own[name] = np.maximum(own[name] - each / len(ranks), 0.0)
     part = seconds * len(ranks) / signals.windows[0].world_size
     # It may have spent more only at the point where the others wait, and not in all.
     ratio = np.minimum(part / np.maximum(sum(own.values(), signals.nothing), 1e-12), 1.0)
