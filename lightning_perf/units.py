@@ -97,13 +97,13 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
-def numbered(noun: str, numbers: Iterable[int]) -> str:
+def listed(noun: str, numbers: Iterable[int]) -> str:
     """A noun with the numbers that it has, in ranges; of very many ranges, the first ones.
 
     Example:
-        >>> numbered("rank", [3]), numbered("rank", [5, 0, 1, 2])
+        >>> listed("rank", [3]), listed("rank", [5, 0, 1, 2])
         ('rank 3', 'ranks 0 to 2 and 5')
-        >>> numbered("rank", range(0, 40, 2))
+        >>> listed("rank", range(0, 40, 2))
         'ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 10 others'
     """
     ordered = sorted(numbers)

@@ -174,7 +174,7 @@ def stacks(run: str, *, json: bool = False) -> int:
     """Show what a training does now: the stacks of all its threads, and of its child processes.
 
     The training needs Hang(), which is in always_on(), and Linux. If py-spy is installed, it shows
-    C code and processes that were not forked, too. The training continues.
+    C code and other processes, too. The training continues.
 
     Args:
         run (PID|RUN): The process id of the training or of its launcher, or a run of this machine:
@@ -200,7 +200,9 @@ def stacks(run: str, *, json: bool = False) -> int:
     if json:
         print_json([dump._asdict() for dump in dumps])
     else:
-        missing = "no stacks: no training has forked it, or it begins or ends\n"
+        missing = (
+            "no stacks: it is no training and no forked data loader worker, or starts or ends\n"
+        )
         say(*(f"process {pid}, {state}\n{text or missing}" for pid, state, text in dumps))
     return 0
 

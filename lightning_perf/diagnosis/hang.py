@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lightning_perf.charts import Finding, Heading, Part
 from lightning_perf.errors import printable
-from lightning_perf.units import numbered
+from lightning_perf.units import listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -225,7 +225,7 @@ def ranks_text(states: Sequence[RankState]) -> str:
         >>> ranks_text([RankState(rank) for rank in (0, 1, 2, 5)])
         'ranks 0 to 2 and 5'
     """
-    return numbered("rank", (each.rank for each in states))
+    return listed("rank", (each.rank for each in states))
 
 
 # -- views ----------------------------------------------------------------------------------------

@@ -12,8 +12,22 @@ from lightning_perf.files import read_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-#: Bytes of a file of code that are read at most.
-_MOST_BYTES = 1 << 20
+#: Bytes of a file of code that are read at most, and characters of a line that are shown.
+_MOST_BYTES, _LONGEST = 1 << 20, 80
+_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)(?: \[.*\])? \(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+#: Code of Lightning; of it and other libraries whose callers matter more; of Python itself.
+_LIGHTNING = re.compile(r"/(?:lightning/pytorch|lightning/fabric|pytorch_lightning)/")
+_LIBRARIES = re.compile(
+    r"/(?:lightning/pytorch|lightning/fabric|pytorch_lightning|lightning_fabric|lightning_perf"
+    r"|torch|torchmetrics)/"
+    r"|/lib/python3\.\d+/(?!(?:site|dist)-packages/)|^<"
+)
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
+_WORKER, _WORKER_FILE = "_worker_loop", "/torch/utils/data/_utils/worker.py"
+_DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py")
+#: Files of torch that are on the stack while it compiles, and not while compiled code runs.
+_COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 
 
 class Frame(NamedTuple):
@@ -31,24 +45,6 @@ class Frame(NamedTuple):
             lines = read_bytes(Path(self.file), _MOST_BYTES).decode(errors="replace").splitlines()
             code = lines[self.line - 1].strip()[:_LONGEST] or code
         return f"`{code}`, {Path(self.file).name}:{self.line}"
-
-
-#: Characters of a line of code that are shown.
-_LONGEST = 80
-_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)(?: \[.*\])? \(most recent call first\):")
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-#: Code of Lightning; of it and other libraries whose callers matter more; of Python itself.
-_LIGHTNING = re.compile(r"/(?:lightning/pytorch|lightning/fabric|pytorch_lightning)/")
-_LIBRARIES = re.compile(
-    r"/(?:lightning/pytorch|lightning/fabric|pytorch_lightning|lightning_fabric|lightning_perf"
-    r"|torch|torchmetrics)/"
-    r"|/lib/python3\.\d+/(?!(?:site|dist)-packages/)|^<"
-)
-_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
-_WORKER, _WORKER_FILE = "_worker_loop", "/torch/utils/data/_utils/worker.py"
-_DEBUGGERS = ("/bdb.py", "/pdb.py", "/pydevd.py")
-#: Files of torch that are on the stack while it compiles, and not while compiled code runs.
-_COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py")
 
 
 def threads_in(text: str) -> Iterator[tuple[int, list[Frame]]]:

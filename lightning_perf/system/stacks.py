@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,7 +98,7 @@ class Stacks:
         return ready
 
     def begin_in_worker(self) -> None:
-        """Go on in a forked child, on its main thread: it has only that, and the parent's file."""
+        """Answer requests in a forked worker, which has one thread, and the parent's file."""
         self._timer = None
         if self._has_file():
             os.close(self._file)
@@ -218,7 +219,7 @@ class Stacks:
             self.numbers = ()
 
 
-#: Those that a data loader worker goes on with.
+#: Those whose requests a data loader worker answers, too.
 _OPEN = weakref.WeakSet[Stacks]()
 
 
@@ -233,6 +234,7 @@ def _after_fork() -> None:
             for each in list(_OPEN):
                 with suppress(Exception):  # it has ended
                     each.begin_in_worker()
+            return
         frame = frame.f_back
 
 
@@ -315,11 +317,11 @@ def stacks_of(pid: int) -> str:
     """The stacks that another process writes on our signal.
 
     A signal would end a process without our handlers. A process has them if it has our file open,
-    and the thread that the file's name has: a child has neither until it is forked completely, nor
-    once it executes another program.
+    and the thread that the file's name has: other children of a training lack the thread.
 
     Raises:
-        LookupError: It has no handlers of ours: it is not a training, has ended, or was not forked.
+        LookupError: It has no handlers of ours: it is neither a training nor one of its forked data
+            loader workers, or has ended.
         TimeoutError: It wrote nothing, such as a stopped process.
     """
     try:
@@ -339,18 +341,20 @@ def stacks_of(pid: int) -> str:
 
 def _requested(pid: int, thread: int, path: Path, numbers: Sequence[int]) -> str:
     with path.open("rb", buffering=0) as file:
-        start, before, since = file.seek(0, os.SEEK_END), b"", 0.0
+        start, before, since, answer = file.seek(0, os.SEEK_END), b"", 0.0, b""
 
-        def read(by_c: bool) -> bytes:
-            nonlocal start, before, since
+        def answered(in_c: bool) -> bool:
+            nonlocal start, before, since, answer
             start = min(start, os.fstat(file.fileno()).st_size)  # the process may have emptied it
             file.seek(start)
             content = file.read(2 * _MOST_BYTES)
-            if found := _COMPLETE.search(content):
-                return found[1]
             if content != before:
                 before, since = content, time.monotonic()
-            return content if by_c and time.monotonic() > since + _SETTLED else b""
+            if found := _COMPLETE.search(content):
+                answer = found[1]
+            elif in_c and time.monotonic() > since + _SETTLED:
+                answer = content
+            return bool(answer)
 
         for number, patience in zip(numbers, _PATIENCE, strict=True):
             # The first one needs no handler; others have none in a `fit` off the main thread.
@@ -360,11 +364,9 @@ def _requested(pid: int, thread: int, path: Path, numbers: Sequence[int]) -> str
                 break
             if not _send(pid, thread, number):
                 raise LookupError(f"process {pid} has ended")
-            until = time.monotonic() + patience
-            while not (content := read(number == numbers[-1])) and time.monotonic() < until:
-                time.sleep(0.001)
-            if content:
-                return content[:_MOST_BYTES].decode(errors="replace")
+            wait_until(partial(answered, number == numbers[-1]), patience)
+            if answer:
+                return answer[:_MOST_BYTES].decode(errors="replace")
         raise TimeoutError(f"process {pid} does not answer")
 
 

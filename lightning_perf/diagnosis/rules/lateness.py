@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_perf.diagnosis.rules import LEAST
 from lightning_perf.diagnosis.signals import EXCHANGES, shared_waits
-from lightning_perf.units import numbered, rounded
+from lightning_perf.units import listed, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -91,7 +91,7 @@ class Straggler:
     @property
     def name(self) -> str:
         """The rank or ranks in words."""
-        return numbered("rank", self.ranks)
+        return listed("rank", self.ranks)
 
 
 @dataclass(frozen=True, eq=False)

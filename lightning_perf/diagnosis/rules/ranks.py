@@ -226,7 +226,7 @@ def straggler(signals: Signals, least: Lateness) -> Iterable[Impact]:
 def _named(
     signals: Signals, late: Straggler, seconds: Numbers, once: bool, certain: float
 ) -> Impact:
-    """Ranks that the others wait for."""
+    """The verdict on ranks that the others wait for."""
     who, several = late.name, len(late.ranks) > 1
     which, its = ("which are", "their") if several else ("which is", "its")
     evidence = {
@@ -275,7 +275,7 @@ def _passed(signals: Signals, seconds: Numbers, fewest: int) -> tuple[int, int, 
 def _over(
     signals: Signals, late: Straggler, begin: int, end: int, seconds: Numbers, certain: float
 ) -> Impact:
-    """Ranks waited for one in a stretch of windows, which is over."""
+    """The verdict on ranks that were late in a stretch of windows, and no longer are."""
     each = seconds[begin:end].sum() / signals.counts[begin:end].sum()
     first = signals.windows[0 if begin == signals.start else begin].first.batch
     last = signals.windows[end - 1].last.batch - 1
