@@ -450,6 +450,8 @@ def _show_run(run: Run, console: Console) -> None:
             else "its id"
         )
         console.print(f"{run.note}. Name another one by {how}.")
+    if run.unread:
+        console.print(f"There may be a later run: {run.unread}.", soft_wrap=True)
     console.print(shown, soft_wrap=False)
     files = sorted(run.files, key=_natural)  # by batch
     traces = [path for path in files if path.endswith(_TRACE_FILES)]

@@ -61,6 +61,10 @@ _SETUP = {
 }  # fmt: skip
 
 
+class UnreadableError(LookupError):
+    """MLflow has failed or has not answered in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run, as it is found in MLflow or in a folder."""
@@ -76,6 +80,8 @@ class Run:
     page: str = ""
     #: A note if other runs have its name; otherwise empty.
     note: str = ""
+    #: Why MLflow could not be searched for a later run; otherwise empty.
+    unread: str = ""
     #: Which of its files is the page about it.
     report: str = ""
 
@@ -94,6 +100,7 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
         found = read_folder(folders[-1])
         return replace(found, note=_note(len(folders)) or found.note)
     folder = folders[-1] if folders else None
+    unread = ""
 
     def latest(client: MlflowClient) -> Run | None:
         runs = _find(client, what)
@@ -113,8 +120,10 @@ def find_run(what: str | None, tracking_uri: str | None) -> Run:
             names = [] if what is None else [each.name for each in folders_of(Path())]
             hint = did_you_mean(what, names)
             raise LookupError(f"{missing}, and {error}. {hint}".rstrip()) from error
+        if isinstance(error, UnreadableError):
+            unread = f"{without_credentials(default_tracking_uri())} could not be read ({error})"
     assert folder is not None  # otherwise there is a run, or an error
-    return read_folder(folder)
+    return replace(read_folder(folder), unread=unread)
 
 
 def run_in_mlflow(what: str, tracking_uri: str | None) -> MlflowRun:
@@ -255,9 +264,9 @@ def ask(tracking_uri: str, question: Callable[[MlflowClient], T]) -> T:
         # MLflow downloads in a pool, whose threads Python would wait for at its end.
         getattr(pools, "_threads_queues", {}).clear()
         place = without_credentials(tracking_uri)
-        raise LookupError(f"{place} has not answered in full within {SECONDS:g} s") from error
+        raise UnreadableError(f"{place} has not answered in full within {SECONDS:g} s") from error
     except Exception as error:  # MLflow, databases and networks raise many kinds of errors
-        raise LookupError(describe(error)) from error
+        raise UnreadableError(describe(error)) from error
     finally:
         worker.close(0.0)
 

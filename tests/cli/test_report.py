@@ -388,6 +388,23 @@ def test_a_run_that_is_not_found_gives_the_next_step(
     assert why in err
 
 
+def test_a_database_that_cannot_be_read_is_named(
+    in_tmp: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report is that of the latest folder, and says why a later run may be missing."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    database = in_tmp / "damaged.db"
+    address = f"sqlite:///{database}"
+    monkeypatch.setattr(lightning_perf.tracking.runs, "default_tracking_uri", lambda: address)
+    written(in_tmp / "owl")
+    assert "There may be a later run" not in call(capsys, "report")[1]  # there is no database
+    database.write_bytes(b"SQLite format 3\0" + b"damaged " * 100)
+    code, out, _ = call(capsys, "report")
+    assert code == 0
+    assert "owl (owl)" in out
+    assert f"There may be a later run: {address} could not be read (" in out
+
+
 @pytest.mark.parametrize(
     ("address", "lines"),
     [
