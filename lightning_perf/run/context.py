@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -76,7 +77,7 @@ class RunContext(Run):
         # Lightning's tuners replace the callbacks, so no hook of ours is called on an error there.
         self._patches = PatchSet()
         this = weakref.ref(self)
-        self._patches.wrap_in_context(trainer.strategy, "on_exception", partial(_end, this))
+        self._patches.wrap_in_context(trainer.strategy, "on_exception", partial(_failed, this))
         self._termination = Termination(partial(_end, this))
         torn_down = partial(_torn_down, this)
         self._patches.wrap_in_context(compat.signal_connector(trainer), "teardown", torn_down)
@@ -122,6 +123,22 @@ class RunContext(Run):
                         warn(f"the end of the run failed ({describe(error)}).")
         finally:
             self._termination.restore()
+
+    def fail(self) -> None:
+        """End the run after an exception, while Lightning handles it.
+
+        A signal may come now, such as of a DataLoader worker that was killed. What its handler
+        raises waits until Lightning has torn down: here, it would skip the hooks of other callbacks
+        and leave Lightning's handlers and the workers behind.
+        """
+        handled = sys.exc_info()[1]
+        try:
+            self.leave("exception")
+        except BaseException as error:
+            if not isinstance(handled, KeyboardInterrupt):  # then Lightning ends the process
+                patches = PatchSet()
+                raised = partial(_raised_after, patches, error)
+                patches.wrap_in_context(compat.signal_connector(self.trainer), "teardown", raised)
 
     def _closing_steps(self, reason: str) -> Iterator[Callable[[], object]]:
         """The steps of the end of the run; further ones may be registered by earlier ones."""
@@ -352,10 +369,17 @@ class RunContext(Run):
 def _end(
     reference: weakref.ref[RunContext], reason: str = "exception"
 ) -> AbstractContextManager[None]:
-    """End a run, before the strategy handles an exception, which then propagates."""
+    """End a run, before a signal ends the process or where no hook has."""
     with suppress(Exception):
         if (context := reference()) is not None:
             context.leave(reason)
+    return nullcontext()
+
+
+def _failed(this: weakref.ref[RunContext]) -> AbstractContextManager[None]:
+    """End a run before the strategy handles an exception, which then propagates."""
+    if (run := this()) is not None:
+        run.fail()
     return nullcontext()
 
 
@@ -384,6 +408,14 @@ def _torn_down(this: weakref.ref[RunContext]) -> Iterator[None]:
         end = partial(_end_without_hooks, this)
         context._patches.wrap_in_context(profiler, "describe", end)
         end()
+
+
+@contextmanager
+def _raised_after(patches: PatchSet, error: BaseException) -> Iterator[None]:
+    """Raise an error after the last step of Lightning's teardown."""
+    patches.restore()
+    yield
+    raise error
 
 
 @contextmanager

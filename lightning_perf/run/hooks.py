@@ -68,7 +68,7 @@ class LastHooks(_Hooks):
 
     @override
     def on_exception(self, *_: object) -> None:
-        self._run.leave("exception")
+        self._run.fail()
 
 
 class FirstHooks(_Hooks):

@@ -15,16 +15,19 @@ import time
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from helpers.command import until
-from helpers.faults import Ended, ForkServer, Planted, raises
+from helpers.faults import Acting, Ended, ForkServer, Planted, raises
+from helpers.hanging import Samples
 from helpers.small import Records, Small, trainer
+from torch.utils.data import DataLoader
 
-from lightning_perf import Diagnosis, Flops, PerfWarning, Profiler, always_on
+from lightning_perf import Diagnosis, Flops, PerfWarning, Profiler, SpeedMonitor, always_on
 from lightning_perf.extend import Names, Recorded, Recording
 from lightning_perf.run import termination
 from lightning_perf.run.termination import hurried, signals_held
@@ -280,6 +283,52 @@ def test_a_signal_during_a_collection_stops_the_training(
     assert float((tmp_path / "seconds").read_text()) > 0.03  # the signal came in the collection
     assert ended.code == 1, ended.stderr  # Lightning's after KeyboardInterrupt
     assert "Exception ignored" not in ended.stderr
+
+
+class Timed(SpeedMonitor):
+    """Reaches its limit of time while it closes after an exception."""
+
+    def close(self, run: Any, reason: str) -> None:
+        super().close(run, reason)
+        if reason == "exception":
+            signal.raise_signal(signal.SIGALRM)
+
+
+class Told(L.Callback):
+    """Notes the exceptions that it is told of."""
+
+    def __init__(self) -> None:
+        self.of: list[BaseException] = []
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.of.append(exception)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_what_a_handler_raises_after_an_exception_waits_for_teardown(
+    tmp_path: Path, tuned: bool
+) -> None:
+    """Other callbacks are told of the exception, and Lightning's handlers and workers are gone.
+
+    So too where hooks of ours are not called, because a tuner has replaced the callbacks.
+    """
+    told, model = Told(), Acting(raises)
+    run = trainer(tmp_path, Timed(), told)
+    if tuned:
+        model.act = lambda: (setattr(run, "callbacks", [told]), raises())
+    handlers = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGALRM, limit)
+    loader = DataLoader(Samples(), 4, num_workers=1)
+    try:
+        with pytest.raises(TimeoutError, match="the time is up") as caught:
+            run.fit(model, loader)
+        assert signal.getsignal(signal.SIGTERM) == handlers[0]
+        assert signal.getsignal(signal.SIGALRM) is limit
+    finally:
+        signal.signal(signal.SIGALRM, handlers[1])
+    assert [str(each) for each in told.of] == ["planted"]
+    assert caught.value.__context__ is told.of[0]
+    assert not active_children()
+    run.fit(Small(), loader)  # nothing waits for this one's teardown
 
 
 class Late(L.Callback):
