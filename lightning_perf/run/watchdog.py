@@ -104,7 +104,11 @@ class Watchdog:
         self._stacks, self._failed, self._aborts = Stacks(), False, False
         self._stop, self._ready = Event(), Event()
         self._thread = Thread(target=self._loop, name="lightning_perf watchdog", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there are too many threads
+            self._stacks.close()
+            raise
         self._ready.wait(_POLL)
 
     def close(self, trainer: Trainer, reason: str) -> None:

@@ -91,10 +91,11 @@ class Stacks:
     def _begin(self) -> threading.Event:
         """Start the thread; returns what is set once it answers."""
         ready = threading.Event()
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._answer, args=(ready,), name="lightning_perf requests", daemon=True
         )
-        self._thread.start()
+        thread.start()
+        self._thread = thread
         return ready
 
     def begin_in_worker(self) -> None:

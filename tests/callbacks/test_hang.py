@@ -1383,6 +1383,25 @@ def test_nothing_stays_behind(tmp_path: Path, raises: bool, thread: bool) -> Non
     assert not [*tmp_path.glob("*/hang")]
 
 
+@pytest.mark.parametrize("name", ["lightning_perf watchdog", "lightning_perf requests"])
+def test_a_thread_too_many_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A training under a limit of threads goes on without it, and its handlers are as before."""
+    before, start = state_of_process(), threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    watched = "watchdog" in name  # reports still have stacks of this process without the other one
+    with pytest.warns(PerfWarning, match="can't start new thread") if watched else nullcontext():
+        trainer(tmp_path, Hang(), logger=Records()).fit(Small())
+    assert state_of_process() == before
+
+
 def test_a_nested_training_has_a_signal_of_its_own(tmp_path: Path) -> None:
     """As within a callback; the outer one's handler stays."""
     seen = []
