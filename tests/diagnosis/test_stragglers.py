@@ -397,6 +397,20 @@ def test_a_rank_is_late_in_some_batches_and_others_in_the_rest(ranks: int) -> No
     assert found.seconds == pytest.approx(0.6)
 
 
+def test_a_rare_cost_of_a_rank_is_found_beside_one_that_is_late_in_each_batch() -> None:
+    """Rank 1 is late in one batch of twenty, in a callback, and rank 0 in each, in loading."""
+    own = {"dataloader_next": {0: 2.5}}
+    usual = ranks_window(2, own, {"waits/backward": {1: 2.5}})
+    rare = {"waits/backward": {0: 6.75, 1: 2.25}}
+    works = [usual, ranks_window(2, own | {"callbacks": {1: 7.0}}, rare)] * 3
+    found = find_straggler(works)
+    assert found is not None
+    assert (found.rank, found.phase, found.chronic) == (1, "callback", False)
+    assert found.seconds == pytest.approx(0.3375)
+    (verdict,) = [each for each in diagnose(Signals(works)).verdicts if each.code == "straggler"]
+    assert verdict.rank == 1
+
+
 def test_a_cost_of_one_rank_counts_as_far_as_the_others_wait_for_it() -> None:
     """Another rank's longer step, before the same point of waiting, hides it otherwise."""
 

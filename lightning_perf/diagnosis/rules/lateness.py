@@ -253,11 +253,11 @@ def _common(
     usual = _Latest._make(medians)
     # Whether it is named depends on its whole batch: single parts vary more by chance.
     windows, waited = len(late) / len(works), min(usual.excess, usual.waiting)
-    if waited < least.enough(wall) or windows * waited < share * wall:
+    seconds = lost_seconds(usual, wall)
+    if waited < least.enough(wall) or windows * seconds < share * wall:
         return None
     if usual.excess < least.explained * usual.waiting:
         return None
-    seconds = lost_seconds(usual, wall)
     totals = np.median([work.own.sum(axis=1) / work.batches for work in late], axis=0)
     rank = max(ranks, key=totals.__getitem__)
     return Straggler(
