@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -252,4 +253,8 @@ def _train(folder: Path, args: Any, options: Any) -> None:
             thread.start()
             thread.join()
             return
-        fit(folder, *args, **options)
+        try:
+            fit(folder, *args, **options)
+        except BaseException:  # of which the process itself would tell a file that is closed
+            traceback.print_exc()
+            raise
