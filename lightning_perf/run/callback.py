@@ -199,7 +199,9 @@ class PerfCallback(Callback):
             run.given, callbacks = given, [*trainer.callbacks]
             ours = [at for at, one in enumerate(callbacks) if isinstance(one, PerfCallback)]
             first, last = run.added = [FirstHooks(run), LastHooks(run)]
-            callbacks.insert(ours[-1] + 1 if ours else len(callbacks), last)
+            end = ours[-1] + 1 if ours else len(callbacks)
+            run.follow(each for each in callbacks[:end] if not _is_ours(each))
+            callbacks.insert(end, last)
             callbacks.insert(ours[0] if ours else 0, first)
             # Not in place: Lightning is in a loop over the others.
             trainer.callbacks = callbacks

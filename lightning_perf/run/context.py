@@ -13,6 +13,7 @@ from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from lightning.pytorch import Callback
 from typing_extensions import override
 
 from lightning_perf.background import wait_until
@@ -28,7 +29,7 @@ from lightning_perf.run.termination import Termination, signals_held
 from lightning_perf.tracking.summary import installed_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from lightning.pytorch import LightningModule, Trainer
@@ -109,6 +110,13 @@ class RunContext(Run):
 
     # -- the end ----------------------------------------------------------------------------------
 
+    def follow(self, callbacks: Iterable[Any]) -> None:
+        """End the run also if one of these callbacks raises in its ``on_exception``."""
+        failed = partial(_ended_if_raised, weakref.ref(self))
+        for callback in callbacks:
+            if getattr(type(callback), "on_exception", None) is not Callback.on_exception:
+                self._patches.wrap_in_context(callback, "on_exception", failed)
+
     def leave(self, reason: str) -> None:
         """End the run: close its callbacks, and then what they share; ``reason`` as for `close`."""
         if self.ended or self._pid != os.getpid():  # or this process was forked in the run
@@ -137,7 +145,7 @@ class RunContext(Run):
         except BaseException as error:
             if not isinstance(handled, KeyboardInterrupt):  # then Lightning ends the process
                 patches = PatchSet()
-                raised = partial(_raised_after, patches, error)
+                raised = partial(_raised_after, patches, error, handled)
                 patches.wrap_in_context(compat.signal_connector(self.trainer), "teardown", raised)
 
     def _closing_steps(self, reason: str) -> Iterator[Callable[[], object]]:
@@ -411,11 +419,24 @@ def _torn_down(this: weakref.ref[RunContext]) -> Iterator[None]:
 
 
 @contextmanager
-def _raised_after(patches: PatchSet, error: BaseException) -> Iterator[None]:
-    """Raise an error after the last step of Lightning's teardown."""
+def _ended_if_raised(this: weakref.ref[RunContext]) -> Iterator[None]:
+    """End a run if the ``on_exception`` of a callback raises: Lightning calls no other one then."""
+    try:
+        yield
+    except BaseException:
+        _end(this)
+        raise
+
+
+@contextmanager
+def _raised_after(
+    patches: PatchSet, error: BaseException, handled: BaseException | None
+) -> Iterator[None]:
+    """Raise an error after the last step of the teardown with which Lightning handles another."""
     patches.restore()
     yield
-    raise error
+    if sys.exc_info()[1] is handled:  # otherwise this is the teardown of a later training
+        raise error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -329,6 +330,49 @@ def test_what_a_handler_raises_after_an_exception_waits_for_teardown(
     assert caught.value.__context__ is told.of[0]
     assert not active_children()
     run.fit(Small(), loader)  # nothing waits for this one's teardown
+
+
+class Fails(L.Callback):
+    """Raises in its own `on_exception`: Lightning then calls no other one, nor its teardown."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error: type[BaseException] | None = error
+
+    def on_exception(self, *_: Any) -> None:
+        if self.error is not None:
+            raise self.error("failed, too")
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_run_ends_although_another_callback_fails_after_an_exception(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    """A process that goes on keeps no thread of it, and no hang is reported later."""
+    threads, handler = set(threading.enumerate()), signal.getsignal(signal.SIGTERM)
+    fails, ours = Fails(error), always_on(show_summary=False)
+    with pytest.raises(error, match="failed, too"):
+        trainer(tmp_path, fails, ours, logger=Records()).fit(Acting(raises))
+    signal.signal(signal.SIGTERM, handler)  # Lightning's is left
+    assert set(threading.enumerate()) <= threads
+    assert "on_exception" not in vars(fails)
+    (file,) = tmp_path.rglob("summary.json")
+    assert read_summary(file)["status"] == "stopped by an exception"
+
+
+def test_what_a_handler_raised_does_not_end_a_later_training(tmp_path: Path) -> None:
+    """It waits for a teardown that does not come, since another callback fails after ours."""
+    fails, model = Fails(OSError), Acting(raises)
+    run = trainer(tmp_path, Timed(), fails)
+    handlers = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGALRM, limit)
+    try:
+        with pytest.raises(OSError, match="failed, too"):
+            run.fit(model)
+        fails.error = None
+        run.fit(Small())
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGALRM), handlers, strict=True):
+            signal.signal(number, handler)
+    assert run.state.finished
 
 
 class Late(L.Callback):
