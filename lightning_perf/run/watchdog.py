@@ -141,6 +141,7 @@ class Watchdog:
                 running = {frame.f_code.co_name for frame in compat.frames_of(main)}
                 # After an exception, Lightning does not call the last function.
                 if has_ended or compat.TEARDOWN not in running:
+                    patches.restore()
                     return
                 if Gatherer.leave_together.__name__ in running:  # it waits for other ranks
                     began = time.monotonic()

@@ -601,9 +601,11 @@ def test_a_training_that_ends_is_no_hang(tmp_path: Path, raises: bool) -> None:
                 raise RuntimeError("planted")
 
     hang = Hang(after="1s")
+    run = trainer(tmp_path, hang)
     with pytest.raises(RuntimeError, match="planted") if raises else nullcontext():
-        trainer(tmp_path, hang).fit(Ends())
+        run.fit(Ends())
     until(lambda: "lightning_perf end" not in {each.name for each in threading.enumerate()})
+    assert "describe" not in vars(run.profiler)
     assert not hang.hangs
     assert not [*tmp_path.glob("*/hang")]
 
