@@ -411,6 +411,17 @@ def test_a_rare_cost_of_a_rank_is_found_beside_one_that_is_late_in_each_batch() 
     assert verdict.rank == 1
 
 
+def test_ranks_may_wait_for_one_at_different_points_of_a_batch() -> None:
+    """For a callback of rank 2: rank 0 waits in backward, and rank 1 at the start, for rank 0."""
+    own = {"callbacks": {2: 4.0}, "forward": {0: 1.5}}
+    waits = {"waits/start": {1: 4.0}, "waits/backward": {0: 4.0, 1: 1.5, 2: 1.5}}
+    works = [ranks_window(3, own, waits)] * 5
+    found = find_straggler(works)
+    assert found is not None
+    assert (found.rank, found.phase) == (2, "callback")
+    assert found.seconds == pytest.approx(0.4)
+
+
 def test_a_cost_of_one_rank_counts_as_far_as_the_others_wait_for_it() -> None:
     """Another rank's longer step, before the same point of waiting, hides it otherwise."""
 

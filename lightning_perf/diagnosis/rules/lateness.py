@@ -135,18 +135,18 @@ class Work:
         """Ranks compared with the others: of several, the one with the most own work.
 
         What is gained without them is at most what each other rank waits: one that waits less than
-        the others is late as well.
+        the others is late as well. At which point of the batch each one waits may differ.
         """
         own, waits = self.own / self.batches, self.waits / self.batches
         totals, waited = own.sum(axis=1), waits.sum(axis=1)
         rank = max(ranks, key=totals.__getitem__)
         others: Numbers = np.delete(waits, ranks, axis=0)
         waiting = np.delete(waited, ranks)
-        mean = others.mean(axis=0) - shared_waits(len(others) + 1) * waits[rank]
+        mean = np.maximum(others.mean(axis=0) - shared_waits(len(others) + 1) * waits[rank], 0.0)
         return _Latest(
             own[rank] - np.median(np.delete(own, ranks, axis=0), axis=0),
             float(totals[rank] - np.median(np.delete(totals, ranks))),
-            np.minimum(mean, others.min(axis=0)),
+            mean * min(waiting.min() / max(mean.sum(), 1e-12), 1.0),
             float(min(np.median(waiting) - waited[rank], waiting.min())),
         )
 
