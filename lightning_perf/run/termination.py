@@ -49,12 +49,21 @@ def signals_held(numbers: Iterable[int] | None = None) -> Iterator[None]:
                 signal.signal(number, lambda number, _: _came.append(number))
         yield
     finally:
-        while handlers:  # the last one first: Ctrl-C raises here
-            number, handler = handlers.popitem()
-            signal.signal(number, handler)
-            if number in _came:
-                _came[:] = [other for other in _came if other != number]
-                signal.raise_signal(number)
+        _restore(handlers)
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    """Set handlers, each of which may raise if its signal came: the others are set all the same."""
+    if not handlers:
+        return
+    number, handler = handlers.popitem()  # SIGINT is the first one: it raises last
+    try:
+        signal.signal(number, handler)
+        if number in _came:
+            _came[:] = [other for other in _came if other != number]
+            signal.raise_signal(number)
+    finally:
+        _restore(handlers)
 
 
 class Termination:

@@ -359,6 +359,20 @@ def test_a_run_ends_although_another_callback_fails_after_an_exception(
     assert read_summary(file)["status"] == "stopped by an exception"
 
 
+def test_a_handler_that_raises_leaves_the_handlers_of_other_signals_in_place() -> None:
+    """Ctrl-C would have no effect otherwise."""
+    handlers = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGALRM, limit)
+    try:
+        with pytest.raises(TimeoutError, match="the time is up"), signals_held():
+            signal.raise_signal(signal.SIGALRM)
+        assert signal.getsignal(signal.SIGINT) is handlers[0]
+        with pytest.raises(KeyboardInterrupt) as caught, signals_held():
+            [*map(signal.raise_signal, (signal.SIGALRM, signal.SIGINT))]
+        assert isinstance(caught.value.__context__, TimeoutError)
+    finally:
+        signal.signal(signal.SIGALRM, handlers[1])
+
+
 def test_what_a_handler_raised_does_not_end_a_later_training(tmp_path: Path) -> None:
     """It waits for a teardown that does not come, since another callback fails after ours."""
     fails, model = Fails(OSError), Acting(raises)
