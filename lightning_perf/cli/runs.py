@@ -159,6 +159,10 @@ def _is_own(process: Process) -> bool:
     return False
 
 
+#: What launchers tell all ranks of a job.
+_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
 def descendants(pid: int) -> list[int]:
     """The ids of this user's processes that a process has started, and those that they have."""
     import psutil
@@ -170,6 +174,25 @@ def descendants(pid: int) -> list[int]:
     return [child.pid for child in below if _is_own(child)]
 
 
+def ranks_beside(pid: int) -> list[int]:
+    """The ids of the other ranks that a launcher, such as torchrun, has started on this machine."""
+    import psutil
+
+    def job(process: psutil.Process) -> list[str | None]:
+        environment = process.environ()
+        return [environment.get(name) for name in _JOB]
+
+    found = []
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        own, parent = job(process), process.parent()
+        for child in parent.children() if parent is not None and any(own) else ():
+            with suppress(psutil.Error):  # it has ended
+                if child.pid != pid and _is_own(child) and job(child) == own:
+                    found.append(child.pid)
+    return found
+
+
 def stacks(run: str, *, json: bool = False) -> int:
     """Show what a training does now: the stacks of all its threads, and of its child processes.
 
@@ -178,7 +201,7 @@ def stacks(run: str, *, json: bool = False) -> int:
 
     Args:
         run (PID|RUN): The process id of the training or of its launcher, or a run of this machine:
-            its folder, or its id or name in MLflow.
+            its folder, or its id or name in MLflow, with all ranks of this machine.
         json: Print JSON.
     """
     from lightning_perf.system.stacks import dump_of
@@ -191,7 +214,10 @@ def stacks(run: str, *, json: bool = False) -> int:
     if not lives(pid, _now(), process.get("started")):
         what = "has ended" if run == str(pid) else f"is another one: that of {run} has ended"
         raise Failure(f"process {pid} {what}", 1)
-    dumps = [dump_of(each, native=True) for each in [pid, *descendants(pid)]]
+    # A process id means this process; a run, all of its ranks.
+    ranks = [pid] if run == str(pid) else [pid, *ranks_beside(pid)]
+    pids = dict.fromkeys(each for rank in ranks for each in (rank, *descendants(rank)))
+    dumps = [dump_of(each, native=True) for each in pids]
     if not any(dump.text for dump in dumps):
         raise Failure(
             f"process {pid} and its children show no stacks: on Linux, trainings with Hang(), as "

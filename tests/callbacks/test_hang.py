@@ -51,6 +51,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_perf import ConfigError, Hang, PerfWarning, SystemMetrics, Timings
+from lightning_perf.cli.runs import ranks_beside
 from lightning_perf.diagnosis.hang import LEFT, RankState
 from lightning_perf.run import hang_files, watchdog
 from lightning_perf.run.context import current_run
@@ -1470,6 +1471,20 @@ def test_arguments_are_checked(options: dict[str, Any], problem: str) -> None:
 
 
 # -- lightning-perf stacks ------------------------------------------------------------------------
+
+
+def test_ranks_of_a_launcher_are_found_by_the_job_that_it_names() -> None:
+    """Of the processes that it has started, those with another job are left out."""
+    job, other = {"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "b"}
+    with ExitStack() as stack:
+        started = []
+        for each in (job, job, other, {}):
+            process = subprocess.Popen(["sleep", "60"], env=os.environ | each)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            started.append(process.pid)
+        assert ranks_beside(started[0]) == started[1:2]
+        assert ranks_beside(started[3]) == []
 
 
 @pytest.mark.slow
