@@ -159,10 +159,6 @@ def _is_own(process: Process) -> bool:
     return False
 
 
-#: What launchers tell all ranks of a job.
-_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-
-
 def descendants(pid: int) -> list[int]:
     """The ids of this user's processes that a process has started, and those that they have."""
     import psutil
@@ -172,6 +168,10 @@ def descendants(pid: int) -> list[int]:
     except psutil.Error:
         return []
     return [child.pid for child in below if _is_own(child)]
+
+
+#: Environment variables by which launchers identify a job to its ranks.
+_JOB = ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def ranks_beside(pid: int) -> list[int]:

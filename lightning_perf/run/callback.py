@@ -200,7 +200,7 @@ class PerfCallback(Callback):
             ours = [at for at, one in enumerate(callbacks) if isinstance(one, PerfCallback)]
             first, last = run.added = [FirstHooks(run), LastHooks(run)]
             end = ours[-1] + 1 if ours else len(callbacks)
-            run.follow(each for each in callbacks[:end] if not _is_ours(each))
+            run.end_if_raised(each for each in callbacks[:end] if not _is_ours(each))
             callbacks.insert(end, last)
             callbacks.insert(ours[0] if ours else 0, first)
             # Not in place: Lightning is in a loop over the others.

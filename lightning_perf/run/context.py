@@ -110,7 +110,7 @@ class RunContext(Run):
 
     # -- the end ----------------------------------------------------------------------------------
 
-    def follow(self, callbacks: Iterable[Any]) -> None:
+    def end_if_raised(self, callbacks: Iterable[Any]) -> None:
         """End the run also if one of these callbacks raises in its ``on_exception``."""
         failed = partial(_ended_if_raised, weakref.ref(self))
         for callback in callbacks:

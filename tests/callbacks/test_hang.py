@@ -1387,7 +1387,7 @@ def test_nothing_stays_behind(tmp_path: Path, raises: bool, thread: bool) -> Non
 
 
 @pytest.mark.parametrize("name", ["lightning_perf watchdog", "lightning_perf requests"])
-def test_a_thread_too_many_leaves_nothing_behind(
+def test_a_limit_of_threads_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A training under a limit of threads goes on without it, and its handlers are as before."""

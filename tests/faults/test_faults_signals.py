@@ -296,20 +296,20 @@ class Timed(SpeedMonitor):
 
 
 class Told(L.Callback):
-    """Notes the exceptions that it is told of."""
+    """Records the exceptions that `on_exception` receives."""
 
     def __init__(self) -> None:
-        self.of: list[BaseException] = []
+        self.exceptions: list[BaseException] = []
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
-        self.of.append(exception)
+        self.exceptions.append(exception)
 
 
 @pytest.mark.parametrize("tuned", [False, True])
 def test_what_a_handler_raises_after_an_exception_waits_for_teardown(
     tmp_path: Path, tuned: bool
 ) -> None:
-    """Other callbacks are told of the exception, and Lightning's handlers and workers are gone.
+    """Other callbacks receive the exception, and Lightning's handlers and workers are gone.
 
     So too where hooks of ours are not called, because a tuner has replaced the callbacks.
     """
@@ -326,8 +326,8 @@ def test_what_a_handler_raises_after_an_exception_waits_for_teardown(
         assert signal.getsignal(signal.SIGALRM) is limit
     finally:
         signal.signal(signal.SIGALRM, handlers[1])
-    assert [str(each) for each in told.of] == ["planted"]
-    assert caught.value.__context__ is told.of[0]
+    assert [str(each) for each in told.exceptions] == ["planted"]
+    assert caught.value.__context__ is told.exceptions[0]
     assert not active_children()
     run.fit(Small(), loader)  # nothing waits for this one's teardown
 

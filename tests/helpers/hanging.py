@@ -255,6 +255,6 @@ def _train(folder: Path, args: Any, options: Any) -> None:
             return
         try:
             fit(folder, *args, **options)
-        except BaseException:  # of which the process itself would tell a file that is closed
+        except BaseException:  # multiprocessing prints it once this file is closed
             traceback.print_exc()
             raise
